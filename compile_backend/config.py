@@ -1,0 +1,295 @@
+"""Backend options: frozen, checked once, with the environment below them.
+
+``torch.compile(model, backend="graphbuf", options={...})`` and ``GRAPHBUF_<OPTION>`` environment
+variables end here; code behind this module gets settled values. Options win over the environment,
+the environment over the defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from compile_backend.errors import ConfigError
+
+__all__ = ["CompilerName", "CudagraphMode", "EngineName", "GraphbufConfig"]
+
+EngineName = Literal["auto", "none", "host", "host_strict", "cuda", "trees"]
+CompilerName = Literal["eager", "aot_eager", "inductor"]
+CudagraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
+
+_ENV_PREFIX = "GRAPHBUF_"
+
+# What ``torch.compile(mode=...)`` means here: the mode's Inductor settings for the pieces, and
+# whether graphs are captured. Graphs are this backend's default, so "reduce-overhead" adds nothing.
+_MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "reduce-overhead": {},
+    "max-autotune": {"inductor_options": {"max_autotune": True}},
+    "max-autotune-no-cudagraphs": {
+        "inductor_options": {"max_autotune": True},
+        "cudagraph_mode": "NONE",
+    },
+}
+
+
+def _option(
+    default: Any, doc: str, check: Callable[[str, Any], Any], *, factory: bool = False
+) -> Any:
+    metadata = {"doc": doc, "check": check}
+    if factory:
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _choice(*choices: str) -> Callable[[str, Any], str]:
+    def check(name: str, value: Any) -> str:
+        if value not in choices:
+            raise ConfigError(f"option {name!r} is {value!r}; choose one of {', '.join(choices)}")
+        return str(value)
+
+    return check
+
+
+def _flag(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"option {name!r} is {value!r} ({type(value).__name__}); pass True or False")
+
+
+def _count(minimum: int) -> Callable[[str, Any], int]:
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigError(
+                f"option {name!r} is {value!r} ({type(value).__name__}); "
+                f"pass an integer of at least {minimum}"
+            )
+        return value
+
+    return check
+
+
+def _sizes(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise ConfigError(
+            f"option {name!r} is {value!r} ({type(value).__name__}); "
+            "pass a list of increasing positive integers, such as [1, 2, 4, 8]"
+        )
+    sizes = tuple(value)
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"option {name!r} holds {size!r} ({type(size).__name__}); "
+                "every size is a positive integer"
+            )
+    if not sizes:
+        raise ConfigError(f"option {name!r} is empty; pass at least one size, or None for defaults")
+    for smaller, larger in itertools.pairwise(sizes):
+        if larger <= smaller:
+            raise ConfigError(
+                f"option {name!r} is {list(sizes)}: {larger} follows {smaller}; "
+                f"list the sizes in increasing order: {sorted(set(sizes))}"
+            )
+    return sizes
+
+
+def _op_names(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise ConfigError(
+            f"option {name!r} is {value!r} ({type(value).__name__}); "
+            "pass a list of operator names, such as ['mylib::attention']"
+        )
+    for op in value:
+        if not isinstance(op, str) or op.count("::") != 1 or not all(op.split("::")):
+            raise ConfigError(
+                f"option {name!r} holds {op!r}; write an operator as 'namespace::name' "
+                "or 'namespace::name.overload'"
+            )
+    return tuple(value)
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(
+            f"option {name!r} is {value!r} ({type(value).__name__}); "
+            "pass a dict of Inductor settings, such as {'max_autotune': True}"
+        )
+    return dict(value)
+
+
+def _path(name: str, value: Any) -> str | None:
+    if value is None or (isinstance(value, (str, os.PathLike)) and os.fspath(value)):
+        return None if value is None else os.fspath(value)
+    raise ConfigError(f"option {name!r} is {value!r}; pass the path of a directory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphbufConfig:
+    """The options of ``torch.compile(..., backend="graphbuf", options={...})``."""
+
+    engine: EngineName = _option(
+        "auto",
+        "how graphs are captured: auto picks by device; none runs the pieces uncaptured",
+        _choice(*get_args(EngineName)),
+    )
+    compiler: CompilerName = _option(
+        "inductor", "what compiles a piece", _choice(*get_args(CompilerName))
+    )
+    inductor_options: Mapping[str, Any] = _option(
+        dict, "Inductor settings for the pieces", _mapping, factory=True
+    )
+    cudagraph_mode: CudagraphMode = _option(
+        "FULL_AND_PIECEWISE",
+        "FULL captures the whole graph, PIECEWISE the segments between splitting_ops, "
+        "FULL_AND_PIECEWISE tries FULL first, NONE captures nothing",
+        _choice(*get_args(CudagraphMode)),
+    )
+    cudagraph_capture_sizes: tuple[int, ...] | None = _option(
+        None,
+        "sizes of the batch axis that are captured; other sizes are padded to the next one",
+        _sizes,
+    )
+    second_axis_capture_sizes: tuple[int, ...] | None = _option(
+        None,
+        "the same for a second padded axis (a sequence, or tokens beside requests); "
+        "None repeats cudagraph_capture_sizes",
+        _sizes,
+    )
+    splitting_ops: tuple[str, ...] = _option(
+        (), "operators kept out of every piece, and of every graph in PIECEWISE mode", _op_names
+    )
+    rowwise_ops: tuple[str, ...] = _option(
+        (), "custom operators vouched to compute each row from that row alone", _op_names
+    )
+    max_exact_captures: int = _option(
+        8, "how many exact sizes one traced graph may capture where nothing is padded", _count(0)
+    )
+    max_number_values: int = _option(
+        4, "how many values of a number argument may be captured for one bucket", _count(1)
+    )
+    max_recaptures: int = _option(
+        8, "how often a bucket may be captured again because an address changed", _count(0)
+    )
+    dynamic_batch: bool = _option(
+        True, "trace with a symbolic batch size at once, not at the second size", _flag
+    )
+    copy_outputs: bool = _option(
+        True, "outputs are the caller's to keep; False hands out views of graph memory", _flag
+    )
+    check_padding: bool = _option(
+        False,
+        "at each capture of a padded bucket, run twice with different tails and compare live rows",
+        _flag,
+    )
+    strict: bool = _option(False, "raise FallbackError where a call would run uncaptured", _flag)
+    debug_dump_path: str | None = _option(
+        None, "directory that receives the graphs and pieces as readable code", _path
+    )
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            checked = option.metadata["check"](option.name, getattr(self, option.name))
+            object.__setattr__(self, option.name, checked)
+
+    @classmethod
+    def check(
+        cls, options: Mapping[str, Any] | None = None, *, env: Mapping[str, str] | None = None
+    ) -> GraphbufConfig:
+        """The settled config for ``options``, over ``GRAPHBUF_*`` of ``env``, over the defaults.
+
+        ``torch.compile`` checks options at the first call; call this to check them at once.
+        ``env`` defaults to ``os.environ``. Raises ConfigError for an unknown option (listing the
+        valid ones), a value of the wrong type, or sizes that do not increase.
+        """
+        settled = cls._from_env(os.environ if env is None else env)
+        for name, value in (options or {}).items():
+            _known_option(name, f"option {name!r}")
+            settled[name] = value
+        return cls(**settled)
+
+    @classmethod
+    def for_mode(
+        cls,
+        mode: str | None,
+        options: Mapping[str, Any] | None,
+        *,
+        env: Mapping[str, str] | None = None,
+    ) -> GraphbufConfig:
+        """As :meth:`check`, below the meaning of ``torch.compile(mode=...)``.
+
+        ``default`` and ``reduce-overhead`` change nothing (graphs are captured anyway),
+        ``max-autotune`` autotunes the pieces, ``max-autotune-no-cudagraphs`` also captures
+        nothing. Options win over the mode.
+        """
+        if mode is not None and mode not in _MODES:
+            raise ConfigError(f"mode is {mode!r}; choose one of {', '.join(_MODES)}")
+        return cls.check({**_MODES[mode or "default"], **(options or {})}, env=env)
+
+    @classmethod
+    def _from_env(cls, env: Mapping[str, str]) -> dict[str, Any]:
+        settled: dict[str, Any] = {}
+        for variable in sorted(env):
+            if variable.startswith(_ENV_PREFIX):
+                name = variable.removeprefix(_ENV_PREFIX).lower()
+                _known_option(name, f"environment variable {variable}")
+                settled[name] = _parse(name, variable, env[variable])
+        return settled
+
+    @property
+    def captures(self) -> bool:
+        """Whether anything is captured at all."""
+        return self.engine != "none" and self.cudagraph_mode != "NONE"
+
+
+def _options_by_name() -> dict[str, dataclasses.Field[Any]]:
+    return {option.name: option for option in dataclasses.fields(GraphbufConfig)}
+
+
+def _known_option(name: str, what: str) -> None:
+    options = _options_by_name()
+    if name not in options:
+        listed = "; ".join(f"{known}: {f.metadata['doc']}" for known, f in options.items())
+        raise ConfigError(f"{what} is unknown. The options are: {listed}")
+
+
+def _parse(name: str, variable: str, text: str) -> Any:
+    """An environment variable's text as the value of option ``name``; checks come later."""
+    kind = str(_options_by_name()[name].type)
+    if kind == "bool":
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("0", "false", "no", "off"):
+            return False
+        raise ConfigError(f"environment variable {variable} is {text!r}; use 1 or 0")
+    try:
+        if kind == "int":
+            return int(text)
+        if kind.startswith("tuple[int"):
+            return tuple(int(part) for part in text.split(",")) if text.strip() else None
+    except ValueError:
+        raise ConfigError(
+            f"environment variable {variable} is {text!r}; use integers separated by commas"
+        ) from None
+    if kind.startswith("tuple[str"):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if kind.startswith("Mapping"):
+        pairs = (part.split("=", 1) for part in text.split(",") if part.strip())
+        try:
+            return {key.strip(): _scalar(value.strip()) for key, value in pairs}
+        except ValueError:
+            raise ConfigError(
+                f"environment variable {variable} is {text!r}; use name=value,name=value"
+            ) from None
+    return text or None if name == "debug_dump_path" else text
+
+
+def _scalar(text: str) -> bool | int | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text) if text.lstrip("-").isdigit() else text

@@ -1,0 +1,134 @@
+"""The errors a user can meet, and the reasons for which a call is not replayed from a graph.
+
+::
+
+    GraphbufError
+    ├── ConfigError                a backend option, environment variable or runner setting is wrong
+    ├── MissingExtraError          an optional package is needed and not installed
+    ├── RegistryError
+    │   ├── SlotDefinitionError    a slot is declared in a way that cannot work
+    │   ├── SlotNotFoundError      no slot of that name is registered
+    │   ├── SlotNotAllocatedError  the slot is disabled, so it has no buffer
+    │   ├── SlotMismatchError      a batch field does not fit its slot (dtype, device, rank, shape)
+    │   └── SlotOverflowError      a batch field brings more rows than its slot holds
+    ├── PassError                  a pass of the pipeline failed; names the pass
+    ├── CaptureError               a function cannot be recorded; nothing was published
+    ├── ReplayError                a recorded graph cannot be replayed as asked
+    ├── PaddingError               two runs with different padding disagreed on a live row
+    └── FallbackError              ``strict=True`` and a call would have run uncaptured
+
+A fall-back is a result, not an error: it carries a :class:`FallbackReason`, is counted, and is
+raised only under ``strict=True``.
+"""
+
+from enum import Enum
+
+__all__ = [
+    "CaptureError",
+    "ConfigError",
+    "FallbackError",
+    "FallbackReason",
+    "GraphbufError",
+    "MissingExtraError",
+    "PaddingError",
+    "PassError",
+    "RegistryError",
+    "ReplayError",
+    "SlotDefinitionError",
+    "SlotMismatchError",
+    "SlotNotAllocatedError",
+    "SlotNotFoundError",
+    "SlotOverflowError",
+]
+
+
+class GraphbufError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class ConfigError(GraphbufError, ValueError):
+    """An option, environment variable or runner setting is unknown or has a bad value."""
+
+
+class MissingExtraError(GraphbufError, ImportError):
+    """An optional package is needed; the message names the extra that installs it."""
+
+
+class RegistryError(GraphbufError):
+    """Base of the errors about slots and their buffers."""
+
+
+class SlotDefinitionError(RegistryError, ValueError):
+    """A slot, or a pair of slots that share a buffer, is declared in a way that cannot work."""
+
+
+class SlotNotFoundError(RegistryError, KeyError):
+    """No slot of that name is registered, or a batch lacks the field that a slot copies."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class SlotNotAllocatedError(RegistryError):
+    """The slot is disabled: it has no buffer to view."""
+
+
+class SlotMismatchError(RegistryError, ValueError):
+    """A batch field does not fit its slot: dtype, device, rank or trailing shape."""
+
+
+class SlotOverflowError(RegistryError, ValueError):
+    """A batch field brings more rows than its slot holds."""
+
+
+class PassError(GraphbufError):
+    """A pass of the pipeline raised; the message names it, the cause is chained."""
+
+
+class CaptureError(GraphbufError):
+    """A function cannot be recorded on an engine. Nothing was published; other graphs still replay.
+
+    ``reason`` is the :class:`FallbackReason` with which a caller may run the work uncaptured.
+    """
+
+    def __init__(self, message: str, reason: "FallbackReason | None" = None) -> None:
+        super().__init__(message)
+        self.reason = FallbackReason.CAPTURE_FAILED if reason is None else reason
+
+
+class ReplayError(GraphbufError):
+    """A recorded graph cannot be replayed as asked: it was reset, or an address has changed."""
+
+
+class PaddingError(GraphbufError):
+    """Two runs that differ only in their padded rows disagreed on a live row."""
+
+
+class FallbackError(GraphbufError):
+    """``strict=True`` and a call would have run uncaptured. ``reason`` says why."""
+
+    def __init__(self, message: str, reason: "FallbackReason") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class FallbackReason(Enum):
+    """Why a call was not replayed from a captured graph. The value is the text shown to people."""
+
+    DISABLED = "capturing is switched off (engine 'none' or cudagraph_mode 'NONE')"
+    GRAD_ENABLED = "gradients are needed: the ordinary compile path runs"
+    ABOVE_LARGEST_BUCKET = "the batch is larger than the largest captured size"
+    TOO_MANY_SIZES = "more distinct exact sizes than may be captured"
+    PADDING_UNSAFE = "padded rows are not shown to stay away from live rows"
+    OUTPUT_NOT_PREFIX = "the live rows of a value are not the first rows of one dimension"
+    GUARD_FAILED = "a shape guard of the traced graph does not hold at the padded size"
+    LIVE_SIZES_DIFFER = "arguments traced with one batch size came with different ones"
+    NUMBER_VARIES = "a number argument took too many values for one bucket"
+    MUTATED_INPUT = "the graph mutates an argument whose address is not fixed"
+    ALIASED_OUTPUT = "an output is a view of an argument"
+    LAYOUT = "an argument is not contiguous, or its view has other strides than were compiled"
+    HOST_READ = "the graph reads a device value on the host"
+    DATA_DEPENDENT_SHAPE = "a shape depends on values"
+    OTHER_DEVICE = "a tensor lives on another device than the graph"
+    CAPTURE_FAILED = "recording the graph raised"
+    ADDRESS_CHANGED = "a tensor with a fixed address moved too often to keep re-capturing"
