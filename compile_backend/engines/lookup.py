@@ -1,0 +1,28 @@
+"""Engines by the name that an option or a command line gives."""
+
+from compile_backend.engines.base import Engine, NoEngine
+from compile_backend.engines.host import HostEngine
+from compile_backend.engines.strict import StrictHostEngine
+from compile_backend.errors import ConfigError
+
+__all__ = ["engine_by_name"]
+
+_ENGINES: dict[str, type[Engine]] = {
+    "none": NoEngine,
+    "host": HostEngine,
+    "host_strict": StrictHostEngine,
+    "strict": StrictHostEngine,
+}
+_NOT_BUILT = ("cuda", "trees")
+
+
+def engine_by_name(name: str) -> Engine:
+    """A new engine. Raises ConfigError for a name that is unknown or not available yet."""
+    if name in _ENGINES:
+        return _ENGINES[name]()
+    known = ", ".join(repr(each) for each in _ENGINES)
+    if name in _NOT_BUILT:
+        raise ConfigError(
+            f"engine {name!r} needs a CUDA device and is not built yet; use one of {known}"
+        )
+    raise ConfigError(f"unknown engine {name!r}; use one of {known}")

@@ -1,0 +1,45 @@
+"""The two modes that watch a capture. Both hand what they see to the recorder of their thread."""
+
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compile_backend.engines.opaque import current_recorder
+
+__all__ = ["SeeOperators", "SeeReads"]
+
+# torch 2.11 has no way to call a Python function past one mode and watch inside it; there the
+# few functions of torch itself that are written in Python are not looked into.
+_past_one_mode = getattr(torch._C, "_skip_one_hop_torch_function", None)
+
+
+class SeeOperators(TorchDispatchMode):
+    """Hands every operator call to the recorder. Pushed by hand, see ``process_state``."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        recorder = current_recorder()
+        if recorder is None:
+            return op(*args, **(kwargs or {}))
+        return recorder.call_operator(op, args, kwargs or {})
+
+
+class SeeReads(TorchFunctionMode):
+    """Shows the recorder every Python call, so that it can refuse one; lets the rest pass."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        recorder = current_recorder()
+        if recorder is not None:
+            recorder.call_function(func)
+        if _past_one_mode is not None and isinstance(func, FunctionType):
+            with self:
+                return _past_one_mode(func, types, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
