@@ -129,6 +129,7 @@ class FallbackReason(Enum):
     LAYOUT = "an argument is not contiguous, or its view has other strides than were compiled"
     HOST_READ = "the graph reads a device value on the host"
     DATA_DEPENDENT_SHAPE = "a shape depends on values"
+    CUDAGRAPH_UNSAFE = "an operator is tagged as unsafe in a captured graph"
     OTHER_DEVICE = "a tensor lives on another device than the graph"
     CAPTURE_FAILED = "recording the graph raised"
     ADDRESS_CHANGED = "a tensor with a fixed address moved too often to keep re-capturing"

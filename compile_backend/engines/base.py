@@ -58,6 +58,13 @@ class Replay(ABC):
         asking later raises ReplayError.
         """
 
+    def forget_inputs(self) -> None:
+        """Stop keeping the captured inputs alive; every later replay must be given its inputs.
+
+        Does nothing where addresses are baked: the recording needs the captured memory.
+        """
+        return
+
     @property
     @abstractmethod
     def externals(self) -> list[Tensor]:
@@ -156,6 +163,9 @@ class _CallAgain(Replay):
     @property
     def num_entries(self) -> int:
         return 1
+
+    def forget_inputs(self) -> None:
+        self._static_inputs = []
 
     def reset(self) -> None:
         self._fn = self._outputs = None

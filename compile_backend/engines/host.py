@@ -5,6 +5,7 @@ the Python that led to the calls, without Dynamo's guards, and without a dispatc
 Python kernels. Outputs are fresh tensors.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -74,7 +75,8 @@ class HostReplay(Replay):
     def __init__(
         self, tape: Tape, static_inputs: Sequence[Tensor], outputs: list[Any], *, check_inputs: bool
     ) -> None:
-        self._static_inputs = list(static_inputs)
+        self._static_inputs: list[Tensor] | None = list(static_inputs)
+        self._captured = [weakref.ref(tensor) for tensor in static_inputs]
         self._outputs: list[Any] | None = list(outputs)
         self._program: Program | None = late_bound_program(tape)
         self._run = self._program.run
@@ -89,10 +91,12 @@ class HostReplay(Replay):
         self._pool_bytes = sum(each.nbytes for each in tape.pristine.values())
 
     def __call__(self, inputs: Sequence[Tensor] | None = None) -> list[Any]:
-        if inputs is None:
+        if inputs is not None:
+            self._check(inputs)
+        elif self._static_inputs is not None:
             inputs = self._static_inputs
         else:
-            self._check(inputs)
+            raise ReplayError("this recording keeps no inputs (forget_inputs); give it some")
         self._outputs = None
         if not torch.is_grad_enabled():
             return self._run(*inputs)
@@ -103,18 +107,18 @@ class HostReplay(Replay):
             torch._C._set_grad_enabled(True)
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
-        if len(inputs) != len(self._static_inputs):
+        if len(inputs) != len(self._captured):
             if self._program is None:
                 _raise_reset()
             raise ReplayError(
-                f"{len(inputs)} inputs were given to a recording of {len(self._static_inputs)}"
+                f"{len(inputs)} inputs were given to a recording of {len(self._captured)}"
             )
         if self._layouts is not None:
             # Most inputs are the captured tensors themselves: weights, and views of slots.
             for tensor, captured, (dtype, shape, stride) in zip(
-                inputs, self._static_inputs, self._layouts, strict=True
+                inputs, self._captured, self._layouts, strict=True
             ):
-                if tensor is not captured and (
+                if tensor is not captured() and (
                     tensor.shape != shape or tensor.stride() != stride or tensor.dtype is not dtype
                 ):
                     self._compare_layouts(inputs)
@@ -159,10 +163,14 @@ class HostReplay(Replay):
     def num_entries(self) -> int:
         return self._num_entries
 
+    def forget_inputs(self) -> None:
+        self._static_inputs = None
+
     def reset(self) -> None:
         self._program = self._outputs = self._layouts = None
         self._run = _raise_reset
-        self._static_inputs, self._externals, self._pool_bytes = [], [], 0
+        self._static_inputs, self._captured = [], []
+        self._externals, self._pool_bytes = [], 0
 
     def describe(self) -> str:
         if self._program is None:

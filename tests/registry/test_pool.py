@@ -62,16 +62,18 @@ def test_another_key_gets_a_storage_of_its_own_and_displaces_nothing(other):
 
 
 def test_tensors_that_cannot_be_shared_are_refused():
+    before = len(input_pool)  # what graphs of other tests have captured stays for good
     with pytest.raises(SlotDefinitionError, match="contiguous"):
         share_input_buffer("x", torch.zeros(4, 2).t())
     with torch.inference_mode():
         inside = torch.zeros(4)
     with pytest.raises(SlotDefinitionError, match="inference mode"):
         share_input_buffer("x", inside)
-    assert len(input_pool) == 0
+    assert len(input_pool) == before
 
 
 def test_registries_share_by_key_and_only_when_asked(bs_slot):
+    before = input_pool.pool_bytes
     one, two = pooled_registry(), pooled_registry()
     larger, private = pooled_registry(max_bs=9), pooled_registry(share_pool=False)
     addresses = [
@@ -81,7 +83,7 @@ def test_registries_share_by_key_and_only_when_asked(bs_slot):
     assert addresses[0] == addresses[1]
     assert len(set(addresses)) == 3
     assert [fact.owner for r in (one, private) for fact in r.slot_facts()] == ["pool", "registry"]
-    assert input_pool.pool_bytes == 8 * 8 + 9 * 8
+    assert input_pool.pool_bytes - before == 8 * 8 + 9 * 8
 
 
 def test_a_captured_storage_is_never_dropped_grown_or_replaced(bs_slot):
