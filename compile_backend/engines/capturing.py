@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from compile_backend.engines.autocast import no_autocast_cache
 from compile_backend.engines.base import Captured
 from compile_backend.engines.opaque import current_recorder
 from compile_backend.engines.process_state import GeneratorStates, unchanged_process_state
@@ -32,7 +33,7 @@ def record(
     """
     _check(fn, static_inputs)
     generators = GeneratorStates()
-    with unchanged_process_state(generators):
+    with unchanged_process_state(generators), no_autocast_cache():
         torch._C._set_grad_enabled(False)
         _warm_up(fn, static_inputs, warmups)
         if warmups:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compile_backend.engines.autocast import autocast_off
 from compile_backend.engines.base import Captured, Engine, Replay, captured_outputs
 from compile_backend.engines.capturing import record
 from compile_backend.engines.late_bound import late_bound_program
@@ -98,6 +99,9 @@ class HostReplay(Replay):
         else:
             raise ReplayError("this recording keeps no inputs (forget_inputs); give it some")
         self._outputs = None
+        if torch._C._is_any_autocast_enabled():
+            with autocast_off(), torch.no_grad():
+                return self._run(*inputs)
         if not torch.is_grad_enabled():
             return self._run(*inputs)
         torch._C._set_grad_enabled(False)

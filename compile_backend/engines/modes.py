@@ -16,6 +16,10 @@ __all__ = ["SeeOperators", "SeeReads"]
 _past_one_mode = getattr(torch._C, "_skip_one_hop_torch_function", None)
 
 
+# These ask for modes themselves, so a skip that is meant for them would be left over.
+_UNWATCHED = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+
+
 class SeeOperators(TorchDispatchMode):
     """Hands every operator call to the recorder. Pushed by hand, see ``process_state``."""
 
@@ -39,7 +43,8 @@ class SeeReads(TorchFunctionMode):
         recorder = current_recorder()
         if recorder is not None:
             recorder.call_function(func)
-        if _past_one_mode is not None and isinstance(func, FunctionType):
+        is_python = isinstance(func, FunctionType) and func not in _UNWATCHED
+        if _past_one_mode is not None and is_python:
             with self:
                 return _past_one_mode(func, types, args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 
+from compile_backend.engines.autocast import in_present_autocast
 from compile_backend.engines.bindings import quickest_callable
 from compile_backend.engines.custom_ops import registered_kernel
 from compile_backend.engines.host_reads import is_metadata_query
@@ -109,7 +110,7 @@ class TapeRecorder:
         self._append(
             EntryKind.PIECE,
             piece.name,
-            piece.fn,
+            in_present_autocast(piece.fn),
             recorded_args,
             {},
             results=self._define(result, piece.name, numbers=True),
@@ -130,7 +131,7 @@ class TapeRecorder:
         self._append(
             EntryKind.BREAK_OP,
             name,
-            fn,
+            in_present_autocast(fn),
             *recorded,
             results=self._define(result, name, numbers=False),
             writes=tuple(registers_in(recorded)),
@@ -151,7 +152,7 @@ class TapeRecorder:
             name, call = quickest_callable(op, args, kwargs)
         else:
             kind = EntryKind.CUSTOM_KERNEL
-            name, call = f"{op.namespace}_{op._opname}", kernel
+            name, call = f"{op.namespace}_{op._opname}", in_present_autocast(kernel)
         self._save_generators((args, kwargs))
         recorded = self._read((args, kwargs))
         written = tuple(written_registers(op, *recorded))

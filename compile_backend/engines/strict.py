@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compile_backend.engines.autocast import autocast_off
 from compile_backend.engines.base import Captured, Engine, Replay
 from compile_backend.engines.capturing import record
 from compile_backend.engines.fixed import fixed_program
@@ -48,8 +49,6 @@ class StrictHostReplay(Replay):
         self._program: Program | None = fixed_program(tape)
         self._outputs = list(outputs)
         self._addresses = [_address(tensor) for tensor in static_inputs]
-        # Memory of tensors made under inference mode may be written only under it.
-        self._in_inference_mode = torch.is_inference_mode_enabled()
         self._num_entries = self._program.num_calls
         self._externals = [tape.tensor(each) for each in tape.of_origin(Origin.EXTERNAL)]
         made = {
@@ -64,7 +63,8 @@ class StrictHostReplay(Replay):
             raise ReplayError("this recording was reset; capture the function again")
         if inputs is not None:
             self._check(inputs)
-        with torch.inference_mode(self._in_inference_mode), torch.no_grad():
+        # Memory of tensors made under inference mode may be written only under it.
+        with torch.inference_mode(), torch.no_grad(), autocast_off():
             return self._program.run()
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
