@@ -1,7 +1,28 @@
 """graphbuf: run PyTorch models whose batch changes at every step out of captured graphs."""
 
+from compile_backend.backend import GraphbufBackend, graphbuf
+from compile_backend.compat import register_dynamo_backend
 from compile_backend.config import GraphbufConfig
+from compile_backend.declared import BatchDeclaration, declaration_of, declare_batch
+from compile_backend.errors import (
+    CaptureError,
+    ConfigError,
+    FallbackError,
+    FallbackReason,
+    GraphbufError,
+    MissingExtraError,
+    PaddingError,
+    PassError,
+    RegistryError,
+    ReplayError,
+    SlotDefinitionError,
+    SlotMismatchError,
+    SlotNotAllocatedError,
+    SlotNotFoundError,
+    SlotOverflowError,
+)
 from compile_backend.forward_batch import ForwardBatch, ForwardMode, PPProxyTensors
+from compile_backend.inspect import Explanation, dump, explain
 from compile_backend.registry import (
     CudaGraphBufferRegistry,
     FillContext,
@@ -11,13 +32,38 @@ from compile_backend.registry import (
 )
 
 __all__ = [
+    "BatchDeclaration",
+    "CaptureError",
+    "ConfigError",
     "CudaGraphBufferRegistry",
+    "Explanation",
+    "FallbackError",
+    "FallbackReason",
     "FillContext",
     "ForwardBatch",
     "ForwardMode",
     "GraphSlot",
+    "GraphbufBackend",
     "GraphbufConfig",
+    "GraphbufError",
+    "MissingExtraError",
     "PPProxyTensors",
+    "PaddingError",
     "PaddingPolicy",
+    "PassError",
+    "RegistryError",
+    "ReplayError",
+    "SlotDefinitionError",
+    "SlotMismatchError",
+    "SlotNotAllocatedError",
+    "SlotNotFoundError",
+    "SlotOverflowError",
+    "declaration_of",
+    "declare_batch",
+    "dump",
+    "explain",
+    "graphbuf",
     "share_input_buffer",
 ]
+
+register_dynamo_backend("graphbuf", graphbuf)

@@ -132,4 +132,7 @@ class FallbackReason(Enum):
     CUDAGRAPH_UNSAFE = "an operator is tagged as unsafe in a captured graph"
     OTHER_DEVICE = "a tensor lives on another device than the graph"
     CAPTURE_FAILED = "recording the graph raised"
+    NOTHING_TO_CAPTURE = "no compiled piece lies between the operators left out of the segments"
+    NESTED_CALL = "the call was made inside another one, whose slots are in use"
+    ALIASED_INPUTS = "arguments that the graph writes share memory with others as never before"
     ADDRESS_CHANGED = "a tensor with a fixed address moved too often to keep re-capturing"

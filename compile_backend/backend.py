@@ -1,0 +1,570 @@
+"""``torch.compile(model, backend="graphbuf")``: one Dynamo graph in, one callable out.
+
+Reads like a table of contents: classify the inputs, trace what the graph does, split it, compile
+the pieces, prove the padding, lift the padded inputs into slots, hand the rest to
+:class:`ServedGraph`, which runs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from compile_backend import compat
+from compile_backend.call_plan import Decider
+from compile_backend.compilers import compile_piece, compile_whole_graph
+from compile_backend.config import GraphbufConfig
+from compile_backend.declared import declaration_of
+from compile_backend.engines import CompiledPiece, Engine, engine_by_name
+from compile_backend.errors import FallbackError, FallbackReason, GraphbufError, PassError
+from compile_backend.inspect.dump import dump_graph
+from compile_backend.inspect.report import (
+    BuildFacts,
+    GraphReport,
+    TrainingReport,
+    recompile_warning,
+)
+from compile_backend.output_plan import plan_outputs
+from compile_backend.owners import backend_for
+from compile_backend.passes.aten_trace import AtenTrace, trace_aten
+from compile_backend.passes.axes import AxisPlan, Refusal, num_choices, plan_axes, symbol_of
+from compile_backend.passes.capturability import CaptureObstacle, capturability
+from compile_backend.passes.classify import GraphInput, InputKind, classify_inputs
+from compile_backend.passes.dedupe import share_pieces
+from compile_backend.passes.fold_numbers import fold_numbers
+from compile_backend.passes.lift_inputs import lift_inputs
+from compile_backend.passes.padding_safety import prove_padding
+from compile_backend.passes.partition import value_of
+from compile_backend.passes.pipeline import Pipeline
+from compile_backend.passes.split import SplitPlan, check_op_names, plan_split, split
+from compile_backend.registry.buckets import Buckets, default_capture_sizes
+from compile_backend.served_graph import GraphFacts, ServedGraph
+from compile_backend.slots import GraphSlots
+
+__all__ = ["GraphbufBackend", "graphbuf"]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_LARGEST_SIZE = 256  # of the default capture sizes, where padding is on and none are given
+
+# An obstacle of these kinds makes later values or shapes depend on data, so no part of the graph
+# can be recorded; around the others, the graph is cut.
+_WHOLE_GRAPH_OBSTACLES = (FallbackReason.HOST_READ, FallbackReason.DATA_DEPENDENT_SHAPE)
+
+
+class GraphbufBackend:
+    """A ``torch.compile`` backend with one configuration; may serve many graphs.
+
+    Pass an instance as ``backend=`` to keep it in hand, or use the string ``"graphbuf"``.
+    """
+
+    def __init__(self, config: GraphbufConfig | None = None) -> None:
+        self.config = config if config is not None else GraphbufConfig.check()
+        # Held weakly: when Dynamo drops a graph, its slots and recordings go too.
+        self._served: list[tuple[weakref.ref[Any], BuildFacts | None]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def reports(self) -> tuple[GraphReport | TrainingReport, ...]:
+        """One report per graph that Dynamo still holds, oldest first. Live: counts go on."""
+        reports: list[GraphReport | TrainingReport] = []
+        with self._lock:
+            self._served = [(ref, built) for ref, built in self._served if ref() is not None]
+            known = [(ref(), built) for ref, built in self._served]
+        for what, built in known:
+            if isinstance(what, TrainingReport):
+                reports.append(what)
+            elif what is not None and built is not None:
+                reports.append(GraphReport(served=what, built=built))
+        return tuple(reports)
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Callable[..., Any]:
+        """Compile one Dynamo graph; ``torch.compile``'s ``mode`` and ``options`` do not apply.
+
+        Raises ConfigError for an unknown splitting op, PassError where a pass or the compiler
+        fails. Dynamo would take some of torch's own exceptions for a reason to run the function
+        eagerly from then on, so none of them leaves here as it is.
+        """
+        check_op_names(self.config.splitting_ops)
+        if _needs_grad(example_inputs):
+            return self._ordinary_compile(gm, example_inputs)
+        try:
+            return self._compile(gm, example_inputs).run
+        except GraphbufError:
+            raise
+        except Exception as error:
+            if compat.belongs_to_dynamo(error):
+                raise
+            raise PassError(
+                f"graph {_name_of(gm)} could not be compiled: {compat.describe(error)}; "
+                "options={'compiler': 'eager'} leaves the compiler out"
+            ) from error
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> ServedGraph:
+        config = self.config
+        started = time.perf_counter()
+        inputs = classify_inputs(gm, scope=compat.frame_locals(), declaration_of=declaration_of)
+        if config.dynamic_batch:
+            _trace_with_dynamic_batch(inputs, example_inputs)
+        engine = _pick_engine(config, inputs)
+        pipeline = Pipeline()
+        wrapped = [i.node for i in inputs if i.is_wrapped_number]
+        gm = pipeline.run(
+            "fold_numbers",
+            lambda g: fold_numbers(g, wrapped_numbers=wrapped),
+            gm,
+            show_as="before split",
+        )
+        trace = trace_aten(gm)
+        obstacles = capturability(trace)
+        plan = plan_split(
+            gm,
+            trace,
+            obstacles,
+            splitting_ops=config.splitting_ops,
+            wrapped_numbers=wrapped,
+        )
+        padding = _plan_padding(inputs, trace, plan, config, engine)
+        axes = padding.axes
+        outputs = plan_outputs(trace, {i.node: i.index for i in inputs})
+
+        _annotate_storages(trace)
+        outer = pipeline.run("split", lambda g: split(g, plan), gm, show_as="after split")
+        compile_started = time.perf_counter()
+        pieces, num_compiled = _compile_pieces(outer, plan, config)
+        compile_seconds = time.perf_counter() - compile_started
+        buckets = _buckets(config, axes)
+        slots = lifted = None
+        if padding.asked and padding.refusal is None:
+            slots = GraphSlots(
+                axes.inputs,
+                axes.axes,
+                largest={a.name: b.largest for a, b in zip(axes.axes, buckets, strict=True)},
+                device=_device_of(inputs),
+            )
+            lifted = _lift(pipeline, outer, slots, axes, inputs)
+        facts = GraphFacts(
+            name=_name_of(gm),
+            inputs=tuple(inputs),
+            outer=outer,
+            lifted=lifted,
+            segment_cuts=_segment_cuts(plan, config),
+            slots=slots,
+            outputs=outputs,
+            mutated=frozenset(i.index for i in inputs if i.name in _mutated_names(trace)),
+            aliased=frozenset(i.index for i in inputs if i.name in _aliased_names(trace)),
+            written=gm,
+            separate=_separate_inputs(inputs, trace),
+            decider=_decider(
+                config=config,
+                engine=engine,
+                inputs=inputs,
+                padding=padding,
+                buckets=buckets,
+                obstacles=obstacles,
+                trace=trace,
+            ),
+        )
+        served = ServedGraph(facts, config, engine)
+        built = BuildFacts(
+            stages=tuple(pipeline.stages),
+            pieces=pieces,
+            num_compiled=num_compiled,
+            cuts=tuple(plan.cuts.values()),
+            graph_break=compat.graph_break(),
+            compile_seconds=compile_seconds,
+            total_seconds=time.perf_counter() - started,
+        )
+        with self._lock:
+            self._served.append((weakref.ref(served), built))
+        if message := recompile_warning(self.reports):
+            log.warning(message)
+        if config.debug_dump_path is not None:
+            dump_graph(config.debug_dump_path, GraphReport(served=served, built=built))
+        return served
+
+    def _ordinary_compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Gradients are needed: what ``torch.compile`` does without us, counted."""
+        compiled = compile_whole_graph(
+            gm,
+            example_inputs,
+            compiler=self.config.compiler,
+            inductor_options=self.config.inductor_options,
+        )
+        report = TrainingReport(name=_name_of(gm))
+        with self._lock:
+            self._served.append((weakref.ref(report), None))
+        advice = (
+            f"graph {report.name} needs gradients, so it runs the ordinary compile path; "
+            "call the model under torch.inference_mode() to replay captured graphs"
+        )
+        log.warning(advice)
+
+        def run(*args: Any) -> Any:
+            if self.config.strict:
+                raise FallbackError(advice, FallbackReason.GRAD_ENABLED)
+            report.calls += 1
+            return compiled(*args)
+
+        return run
+
+
+# -- the string backend ----------------------------------------------------------------------------
+
+
+def graphbuf(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """What ``backend="graphbuf"`` names: one :class:`GraphbufBackend` per ``torch.compile`` call.
+
+    ``options`` are :class:`GraphbufConfig`'s; for ``mode`` see :meth:`GraphbufConfig.for_mode`.
+    """
+    backend = backend_for(
+        compat.owner_of_frame(), lambda: GraphbufBackend(GraphbufConfig.for_mode(mode, options))
+    )
+    return backend(gm, example_inputs)
+
+
+# -- the steps -------------------------------------------------------------------------------------
+
+
+def _needs_grad(example_inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in example_inputs
+    )
+
+
+def _trace_with_dynamic_batch(inputs: Sequence[GraphInput], example_inputs: Sequence[Any]) -> None:
+    """Ask Dynamo for a symbolic batch size where it traced a fixed one. Sizes 0 and 1 stay fixed.
+
+    Without this the first size would get a graph of its own before Dynamo learns that it varies.
+    Of plain arguments only those are marked that agree on the leading size of most of them, or
+    of as many: a table or mask beside the batch keeps its fixed shape.
+    """
+    if not compat.in_dynamo():
+        return
+    declared: list[tuple[Tensor, int]] = []
+    leading: dict[int, list[tuple[Tensor, int]]] = {}
+    for graph_input in inputs:
+        example = example_inputs[graph_input.index]
+        if type(example) is not Tensor or not isinstance(graph_input.value, Tensor):
+            continue
+        dims = graph_input.declared_dims
+        if graph_input.kind is InputKind.TENSOR:
+            dims = [0] if graph_input.value.dim() else []
+        for dim in dims:
+            size = graph_input.value.shape[dim]
+            if not isinstance(size, int) or size < 2 or compat.is_marked(example, dim):
+                continue
+            if graph_input.kind is InputKind.BATCH_FIELD:
+                declared.append((example, dim))
+            elif graph_input.kind is InputKind.TENSOR:
+                leading.setdefault(size, []).append((example, dim))
+    if any(i.kind is InputKind.BATCH_FIELD or _has_symbolic_batch(i) for i in inputs):
+        leading = {}  # it is known what varies: a declared batch says it, or Dynamo has learnt it
+    most = max(map(len, leading.values()), default=0)
+    batch = [pair for pairs in leading.values() if len(pairs) == most for pair in pairs]
+    marked = [*declared, *batch]
+    # Torch cannot trace a storage that arguments of symbolic size share.
+    storages = [tensor.untyped_storage().data_ptr() for tensor, _ in marked if tensor.numel()]
+    if marked and len(set(storages)) == len(storages):
+        compat.restart_with_dynamic_batch(marked)
+
+
+def _has_symbolic_batch(graph_input: GraphInput) -> bool:
+    is_tensor = graph_input.kind is InputKind.TENSOR and graph_input.value.dim() > 0
+    return is_tensor and not isinstance(graph_input.value.shape[0], int)
+
+
+def _pick_engine(config: GraphbufConfig, inputs: Sequence[GraphInput]) -> Engine:
+    if not config.captures:
+        return engine_by_name("none")
+    if config.engine != "auto":
+        return engine_by_name(config.engine)
+    return engine_by_name("host" if _device_of(inputs).type == "cpu" else "none")
+
+
+def _device_of(inputs: Sequence[GraphInput]) -> torch.device:
+    devices = [
+        i.value.device for i in inputs if isinstance(i.value, Tensor) and not i.is_wrapped_number
+    ]
+    accelerators = [device for device in devices if device.type != "cpu"]
+    return (accelerators or devices or [torch.device("cpu")])[0]
+
+
+def _mutated_names(trace: AtenTrace) -> set[str]:
+    return {node.name for node in trace.mutated}
+
+
+def _aliased_names(trace: AtenTrace) -> set[str]:
+    """Inputs of which an output is a view; one that is returned as it is does not count."""
+    return {
+        placeholder.name
+        for output, placeholders in zip(trace.outputs, trace.output_aliases, strict=True)
+        for placeholder in placeholders
+        if trace.values[placeholder] is not output
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Padding:
+    """What is padded: the axes, whether padding is asked for, and what the proof said."""
+
+    axes: AxisPlan
+    asked: bool
+    refusal: Refusal | None = None
+    min_rows: Mapping[str, int] = field(default_factory=dict)
+
+
+def _plan_padding(
+    inputs: Sequence[GraphInput],
+    trace: AtenTrace,
+    plan: SplitPlan,
+    config: GraphbufConfig,
+    engine: Engine,
+) -> _Padding:
+    """Propose axes and prove them. Where two cannot be padded together, the first may be alone;
+    where several sizes could be the batch size, the first that is proven is."""
+    mutated, aliased = _mutated_names(trace), _aliased_names(trace)
+    first: _Padding | None = None
+    for choice in range(num_choices(inputs)):
+        for max_axes in (2, 1):
+            axes = plan_axes(
+                inputs, mutated=mutated, aliased=aliased, max_axes=max_axes, choice=choice
+            )
+            if first is None and not _wants_padding(config, engine, axes):
+                return _Padding(axes=axes, asked=False)
+            padding = _proven(axes, trace, plan, config)
+            if axes.axes and padding.refusal is None:
+                return padding
+            first = first or padding
+    assert first is not None
+    return first
+
+
+def _separate_inputs(inputs: Sequence[GraphInput], trace: AtenTrace) -> tuple[tuple[int, int], ...]:
+    """Pairs of a written input and another that were traced as two storages.
+
+    The compiler took them to be apart. Parameters and buffers are not looked at again at each
+    call: their memory is laid out once.
+    """
+    tensors = [i for i in inputs if isinstance(i.value, Tensor) and not i.is_wrapped_number]
+    mutated = _mutated_names(trace)
+    return tuple(
+        (written.index, other.index)
+        for written in tensors
+        for other in tensors
+        if written.name in mutated
+        and other is not written
+        and (written.kind is not InputKind.WEIGHT or other.kind is not InputKind.WEIGHT)
+        and not trace.storages[written.node] & trace.storages[other.node]
+        and (other.name not in mutated or written.index < other.index)
+    )
+
+
+def _wants_padding(config: GraphbufConfig, engine: Engine, axes: AxisPlan) -> bool:
+    """Pad where sizes are declared or given, and on a device. On the host a padded row costs real
+    compute, so plain arguments are captured at their exact sizes there."""
+    if not config.captures or (not axes.axes and axes.refusal is None):
+        return False
+    asked = axes.is_declared or config.cudagraph_capture_sizes is not None
+    return asked or not engine.late_binding
+
+
+def _proven(axes: AxisPlan, trace: AtenTrace, plan: SplitPlan, config: GraphbufConfig) -> _Padding:
+    """The axes with the proof's verdict on them."""
+    if axes.refusal is not None:
+        return _Padding(axes=axes, asked=True, refusal=axes.refusal)
+    if trace.mutated and not axes.is_declared:
+        written = ", ".join(sorted(_mutated_names(trace)))
+        refusal = Refusal(
+            FallbackReason.MUTATED_INPUT,
+            f"the graph writes {written}, and padded rows would be written too; declare the batch "
+            "(declare_batch) with slots whose padded rows write to a scratch row",
+        )
+        return _Padding(axes=axes, asked=True, refusal=refusal)
+    verdict = prove_padding(
+        trace,
+        {padded.input.name: padded.dims for padded in axes.inputs},
+        axes.symbols_by_axis,
+        trusted=list(plan.cuts) if axes.is_declared else [],
+        rowwise_ops=config.rowwise_ops,
+    )
+    if verdict.safe:
+        return _Padding(axes=axes, asked=True, min_rows=verdict.min_rows)
+    assert verdict.reason is not None
+    return _Padding(axes=axes, asked=True, refusal=Refusal(verdict.reason, verdict.message))
+
+
+def _annotate_storages(trace: AtenTrace) -> None:
+    """Note on each node what it lies in and writes; segments need it after the split."""
+    for node, storages in trace.storages.items():
+        node.meta["storages"] = storages
+        node.meta["writes"] = frozenset().union(*(c.writes for c in trace.calls_of(node)))
+
+
+def _compile_pieces(
+    outer: fx.GraphModule, plan: SplitPlan, config: GraphbufConfig
+) -> tuple[tuple[fx.GraphModule, ...], int]:
+    """Put a compiled piece in the place of every piece; equal ones are compiled once.
+
+    Returns the pieces as they were and the number of those that were compiled.
+    """
+    pieces: dict[str, fx.GraphModule] = {}
+    for group in plan.groups:
+        if group.name is not None:
+            piece = outer.get_submodule(group.name)
+            assert isinstance(piece, fx.GraphModule)
+            pieces[group.name] = piece
+    sharing = share_pieces(pieces)
+    compiled: dict[str, Callable[..., Any]] = {}
+    for name, piece in pieces.items():
+        representative = sharing.representatives[name]
+        if representative not in compiled:
+            compiled[representative] = compile_piece(
+                piece,
+                [value_of(node) for node in piece.graph.find_nodes(op="placeholder")],
+                compiler=config.compiler,
+                inductor_options=config.inductor_options,
+            )
+        setattr(outer, name, PieceModule(CompiledPiece(compiled[representative], name)))
+    return tuple(pieces.values()), sharing.num_compiled
+
+
+class PieceModule(torch.nn.Module):
+    """A compiled piece in its place in the outer graph."""
+
+    def __init__(self, piece: CompiledPiece) -> None:
+        super().__init__()
+        self._piece = piece
+
+    def forward(self, *args: Any) -> Any:
+        return self._piece(*args)
+
+
+def _buckets(config: GraphbufConfig, axes: AxisPlan) -> list[Buckets]:
+    first = config.cudagraph_capture_sizes or default_capture_sizes(DEFAULT_LARGEST_SIZE)
+    second = config.second_axis_capture_sizes or first
+    return [Buckets(first if number == 0 else second) for number in range(len(axes.axes))]
+
+
+def _lift(
+    pipeline: Pipeline,
+    outer: fx.GraphModule,
+    slots: GraphSlots,
+    axes: AxisPlan,
+    inputs: Sequence[GraphInput],
+) -> fx.GraphModule:
+    names = {axis.name: inputs[axis.size_inputs[0]].name for axis in axes.axes}
+    return pipeline.run(
+        "lift_inputs",
+        lambda g: lift_inputs(g, slots.sources, size_placeholders=names, read_view=slots.view),
+        outer,
+        show_as="after lift_inputs",
+    )
+
+
+def _segment_cuts(plan: SplitPlan, config: GraphbufConfig) -> tuple[frozenset[str], ...]:
+    """Which operators to leave out of the segments: the mode's choice first, then ever more."""
+    always = frozenset(cut.node_name for cut in plan.cuts.values() if cut.ends_segment)
+    named = always | {c.node_name for c in plan.cuts.values() if c.why == "named in splitting_ops"}
+    every = frozenset(cut.node_name for cut in plan.cuts.values())
+    levels: list[frozenset[str]] = []
+    if config.cudagraph_mode != "PIECEWISE":
+        levels.append(always)
+    if config.cudagraph_mode != "FULL":
+        levels += [named, every] if config.splitting_ops else [every]
+    return tuple(dict.fromkeys(levels))
+
+
+def _decider(
+    *,
+    config: GraphbufConfig,
+    engine: Engine,
+    inputs: Sequence[GraphInput],
+    padding: _Padding,
+    buckets: Sequence[Buckets],
+    obstacles: Mapping[fx.Node, CaptureObstacle],
+    trace: AtenTrace,
+) -> Decider:
+    scalars = [i for i in inputs if not isinstance(i.value, Tensor) or i.is_wrapped_number]
+    axes = padding.axes.axes
+    place = {index: n for n, axis in enumerate(axes) for index in axis.size_inputs}
+    shape_env = trace.shape_env
+
+    def failing_guard(sizes: Mapping[Any, int]) -> str | None:
+        return None if shape_env is None else compat.shape_guards_failing_at(shape_env, sizes)
+
+    return Decider(
+        axes=axes,
+        buckets=buckets,
+        scalar_symbols=[symbol_of(i.value) for i in scalars],
+        axis_of_scalar=[place.get(i.index) for i in scalars],
+        is_number=[i.kind is InputKind.NUMBER for i in scalars],
+        pads=padding.asked,
+        always=_never_captured(config, inputs, obstacles, trace),
+        no_padding=padding.refusal,
+        min_rows=padding.min_rows,
+        exact_if_unpadded=_no_exact(engine, trace),
+        max_exact_captures=config.max_exact_captures,
+        max_number_values=config.max_number_values,
+        failing_guard=failing_guard,
+    )
+
+
+def _never_captured(
+    config: GraphbufConfig,
+    inputs: Sequence[GraphInput],
+    obstacles: Mapping[fx.Node, CaptureObstacle],
+    trace: AtenTrace,
+) -> Refusal | None:
+    if not config.captures:
+        return Refusal(FallbackReason.DISABLED, "capturing is switched off by the options")
+    for obstacle in obstacles.values():
+        if obstacle.reason in _WHOLE_GRAPH_OBSTACLES:
+            return Refusal(obstacle.reason, obstacle.message)
+    known = {symbol_of(i.value) for i in inputs if not isinstance(i.value, Tensor)}
+    for graph_input in inputs:
+        if isinstance(graph_input.value, Tensor):
+            for size in (*graph_input.value.shape, *graph_input.value.stride()):
+                free = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
+                if free - known:
+                    return Refusal(
+                        FallbackReason.LAYOUT,
+                        f"input {graph_input.source} has size {size}, which the graph does not "
+                        "receive as a number, so calls cannot be told apart by it",
+                    )
+    return None
+
+
+def _no_exact(engine: Engine, trace: AtenTrace) -> Refusal | None:
+    """Why exact sizes cannot be captured on an engine that bakes addresses."""
+    aliased = _aliased_names(trace)
+    if engine.late_binding or not aliased:
+        return None
+    return Refusal(
+        FallbackReason.ALIASED_OUTPUT,
+        f"an output is a view of {', '.join(sorted(aliased))}, which must be the caller's memory; "
+        "return a copy to have the graph captured",
+    )
+
+
+def _name_of(gm: fx.GraphModule) -> str:
+    frame = compat.frame_name()
+    return frame or gm.__class__.__name__

@@ -1,0 +1,93 @@
+"""Declared batches: which fields of a user's batch type live in slots.
+
+A declared batch is a class whose tensor fields have a :class:`GraphSlot` each, so its owner says
+how every field is padded. The backend finds the fields of such an object among the inputs of a
+traced graph; everything else on the object passes through untouched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from compile_backend.errors import SlotDefinitionError
+from compile_backend.registry.slot import GraphSlot
+
+__all__ = ["BatchDeclaration", "declaration_of", "declare_batch"]
+
+_AXES = ("bs", "tokens")
+_declarations: dict[type, BatchDeclaration] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDeclaration:
+    """The slots of one batch type, and which of its numbers are sizes."""
+
+    batch_type: type
+    slots: Mapping[str, GraphSlot]
+    size_fields: Mapping[str, str]  # number field -> axis: the graph sees the padded size
+
+
+def declare_batch(
+    batch_type: type,
+    slots: Sequence[GraphSlot],
+    *,
+    size_fields: Mapping[str, str] | None = None,
+) -> BatchDeclaration:
+    """Declare that the fields of ``batch_type`` named by ``slots`` live in static slots.
+
+    Each slot is named after a field and is on axis ``"bs"`` or ``"tokens"`` (padded) or
+    ``"none"`` (copied whole). ``size_fields`` names number fields that hold the size of an axis
+    (``{"batch_size": "bs"}``); a captured graph sees the padded size there. Fields without a slot
+    pass through at their own address. Subclasses inherit the declaration; declaring a type again
+    replaces it for graphs compiled later.
+
+    By declaring, the owner promises that a padded row, filled as its slot's policy says, changes
+    no live row: that operators which the proof cannot see into mask by lengths, and that writes
+    of padded rows land on a scratch row.
+
+    Raises SlotDefinitionError for a name that the type does not have, two slots of one name, an
+    unknown axis, or dotted names.
+    """
+    known = _field_names(batch_type)
+    by_name: dict[str, GraphSlot] = {}
+    for slot in slots:
+        if slot.name in by_name:
+            raise SlotDefinitionError(f"two slots are named {slot.name!r}; give each field one")
+        if known is not None and slot.name not in known:
+            raise SlotDefinitionError(
+                f"{batch_type.__name__} has no field {slot.name!r}; its fields are "
+                f"{', '.join(sorted(known))}"
+            )
+        by_name[slot.name] = slot
+    sizes = dict(size_fields or {})
+    for name, axis in sizes.items():
+        if axis not in _AXES:
+            raise SlotDefinitionError(
+                f"size field {name!r} is on axis {axis!r}; use one of {', '.join(_AXES)}"
+            )
+        if known is not None and name not in known:
+            raise SlotDefinitionError(f"{batch_type.__name__} has no size field {name!r}")
+    declaration = BatchDeclaration(batch_type=batch_type, slots=by_name, size_fields=sizes)
+    with _lock:
+        _declarations[batch_type] = declaration
+    return declaration
+
+
+def declaration_of(batch_type: type) -> BatchDeclaration | None:
+    """The declaration of a type or of its nearest declared base, or None."""
+    for base in batch_type.__mro__:
+        if base in _declarations:
+            return _declarations[base]
+    return None
+
+
+def _field_names(batch_type: type) -> set[str] | None:
+    """The field names of a dataclass or annotated class; None where they cannot be known."""
+    if dataclasses.is_dataclass(batch_type):
+        return {f.name for f in dataclasses.fields(batch_type)}
+    annotated = {n for base in batch_type.__mro__ for n in getattr(base, "__annotations__", {})}
+    return annotated or None

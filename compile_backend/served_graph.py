@@ -1,0 +1,499 @@
+"""One traced graph at run time: choose a program, fill the slots, replay or run, trim.
+
+This is the callable that Dynamo gets back. Everything it does per call is in
+:meth:`ServedGraph.run` and the methods it names; what is expensive is done once per
+combination of sizes and numbers, in :class:`CallPlan`, or at capture.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from compile_backend.call_plan import CallPlan, Decider, Decision, ProgramKey
+from compile_backend.config import GraphbufConfig
+from compile_backend.engines import Engine
+from compile_backend.errors import (
+    CaptureError,
+    FallbackError,
+    FallbackReason,
+    GraphbufError,
+    PaddingError,
+)
+from compile_backend.output_plan import OutputPlan
+from compile_backend.passes.axes import Refusal
+from compile_backend.passes.classify import GraphInput, InputKind
+from compile_backend.passes.segment import Segmented, segment
+from compile_backend.program import AddressChangedError, CapturedProgram
+from compile_backend.slots import GraphSlots
+
+__all__ = ["GraphFacts", "ServedGraph"]
+
+log = logging.getLogger(__name__)
+
+MAX_CALL_PLANS = 4096
+
+
+class _Step:
+    """The step that is running. Graphs of the process may share slots, so fill, replay and
+    copy-out of one call are never interleaved with another's: other threads wait, and a call that
+    is made inside a step (by an operator that runs a model) leaves the slots alone.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.depth = 0  # read and written under the lock
+
+    def __enter__(self) -> _Step:
+        self.lock.acquire()
+        self.depth += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        self.lock.release()
+
+
+_step = _Step()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphFacts:
+    """What is known about a traced graph once it is compiled. All of it is settled."""
+
+    name: str
+    inputs: tuple[GraphInput, ...]
+    outer: fx.GraphModule  # exact sizes; called with the graph's own arguments
+    lifted: fx.GraphModule | None  # padded sizes; slots instead of the padded arguments
+    segment_cuts: tuple[frozenset[str], ...]  # what to leave out of the segments, tried in order
+    slots: GraphSlots | None
+    outputs: OutputPlan
+    mutated: frozenset[int]  # indices of inputs that the graph writes
+    aliased: frozenset[int]  # indices of inputs of which an output is a view
+    written: fx.GraphModule  # the graph as it was traced, one operator after the other
+    separate: tuple[tuple[int, int], ...]  # a written input and another, of two storages
+    decider: Decider
+
+
+@dataclass(slots=True)
+class CallCounts:
+    """What the calls of one graph did."""
+
+    calls: int = 0
+    uncaptured: int = 0
+    recaptures: int = 0
+    fallbacks: Counter[FallbackReason] = field(default_factory=Counter)
+    messages: dict[FallbackReason, str] = field(default_factory=dict)
+
+
+class ServedGraph:
+    """The compiled form of one Dynamo graph; :meth:`run` takes the graph's flat arguments."""
+
+    def __init__(self, facts: GraphFacts, config: GraphbufConfig, engine: Engine) -> None:
+        self.facts = facts
+        self.config = config
+        self.engine = engine
+        self.counts = CallCounts()
+        self.programs: dict[ProgramKey, CapturedProgram] = {}
+        self.capture_seconds = 0.0
+        self._plans: dict[tuple[Any, ...], CallPlan] = {}
+        self._given_up: dict[ProgramKey, Refusal] = {}
+        self._scalars = tuple(
+            (i.index, i.is_wrapped_number)
+            for i in facts.inputs
+            if not isinstance(i.value, Tensor) or i.is_wrapped_number
+        )
+        self._segmented: dict[tuple[fx.GraphModule, frozenset[str]], Segmented] = {}
+        self._num_moves = 0  # of inputs that cannot be staged
+        self._moving: set[int] = set()  # tensor inputs that were seen at two addresses
+        padded = facts.slots.input_indices if facts.slots is not None else frozenset()
+        tensors = [i.index for i in facts.inputs if isinstance(i.value, Tensor)]
+        self._exact_positions = tuple(tensors)
+        self._unpadded = tuple(index for index in tensors if index not in padded)
+        self._lifted_arguments = tuple(i.index for i in facts.inputs if i.index not in padded)
+        self._lifted_positions = tuple(
+            position
+            for position, index in enumerate(self._lifted_arguments)
+            if index in set(self._unpadded)
+        )
+
+    def run(self, *args: Any) -> tuple[Any, ...]:
+        """One call: the outputs of the graph, as eager would return them."""
+        scalars = self._read_scalars(args)
+        with _step:
+            self.counts.calls += 1
+            plan = self._plan_for(scalars)
+            if refusal := self._refuse_now(args):
+                plan = _without_program(plan, refusal)
+            if plan.reason is not None:
+                self._count_fallback(plan)
+            key = plan.decision.key
+            if key is not None:
+                program = self.programs.get(key)
+                if program is None:
+                    program = self.programs[key] = self._new_program(plan, key)
+                if key.padded:
+                    self._fill(plan, args)
+                return self._run(plan, key, program, args)
+            self.counts.uncaptured += 1
+        graph = self.facts.outer
+        if plan.reason is FallbackReason.ALIASED_INPUTS:
+            graph = self.facts.written
+        results: Sequence[Any] = graph.forward(*args)
+        return plan.outputs.finish(results, args, copy=False)
+
+    def _refuse_now(self, args: Sequence[Any]) -> Refusal | None:
+        """Why this very call is not replayed, whatever its sizes."""
+        if _step.depth > 1:
+            return Refusal(
+                FallbackReason.NESTED_CALL,
+                "an operator of a running step called a compiled function; call it between steps",
+            )
+        for written, other in self.facts.separate:
+            if _shares_memory(args[written], args[other]):
+                return Refusal(
+                    FallbackReason.ALIASED_INPUTS,
+                    f"{self.facts.inputs[written].source} is written and shares memory with "
+                    f"{self.facts.inputs[other].source}, which it did not when it was traced; "
+                    "pass a copy",
+                )
+        return None
+
+    def _read_scalars(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The numbers of a call: sizes, numbers, and floats that Dynamo passes as 0-d tensors."""
+        return tuple(
+            [
+                _distinct(args[index].item()) if wrapped else args[index]
+                for index, wrapped in self._scalars
+            ]
+        )
+
+    # -- planning --------------------------------------------------------------------------------
+
+    def _plan_for(self, scalars: tuple[Any, ...]) -> CallPlan:
+        plan = self._plans.get(scalars)
+        if plan is None:
+            if len(self._plans) >= MAX_CALL_PLANS:
+                self._plans.clear()
+            plan = self._plans[scalars] = self._make_plan(scalars)
+        return plan
+
+    def _make_plan(self, scalars: tuple[Any, ...]) -> CallPlan:
+        decider = self.facts.decider
+        decision = decider.decide(scalars, self.programs)
+        given_up = None if decision.key is None else self._given_up.get(decision.key)
+        if given_up is not None:
+            decision = Decision(key=None, raw=decision.raw, padded=decision.raw, refusal=given_up)
+        by_index: dict[int, Any] = {
+            index: value
+            for (index, wrapped), value in zip(self._scalars, scalars, strict=True)
+            if not wrapped
+        }
+        if decision.key is not None and decision.key.padded:
+            for axis in decider.axes:
+                by_index.update(dict.fromkeys(axis.size_inputs, decision.padded[axis.name]))
+            order: Sequence[int] = self._lifted_arguments
+        else:
+            order = [graph_input.index for graph_input in self.facts.inputs]
+        return CallPlan(
+            decision=decision,
+            outputs=self.facts.outputs.bind(decider.symbols(scalars)),
+            template=tuple(by_index.get(index) for index in order),
+        )
+
+    def _count_fallback(self, plan: CallPlan) -> None:
+        refusal = plan.decision.refusal
+        assert refusal is not None
+        if self.config.strict:
+            raise FallbackError(
+                f"graph {self.facts.name} would not replay a captured bucket "
+                f"({refusal.reason.name}): {refusal.message}",
+                refusal.reason,
+            )
+        if refusal.reason not in self.counts.messages:
+            self.counts.messages[refusal.reason] = refusal.message
+            level = logging.DEBUG if refusal.reason is FallbackReason.DISABLED else logging.WARNING
+            log.log(level, "graph %s: %s: %s", self.facts.name, refusal.reason.name,
+                    refusal.message)  # fmt: skip
+        self.counts.fallbacks[refusal.reason] += 1
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def _new_program(self, plan: CallPlan, key: ProgramKey) -> CapturedProgram:
+        positions = self._lifted_positions if key.padded else self._exact_positions
+        return CapturedProgram(
+            engine=self.engine,
+            template=plan.template,
+            positions=positions,
+            staged=self._staged(key),
+        )
+
+    def _staged(self, key: ProgramKey) -> frozenset[int]:
+        indices = self._unpadded if key.padded else self._exact_positions
+        return frozenset(
+            place for place, index in enumerate(indices) if self._is_staged(index, key)
+        )
+
+    def _is_staged(self, index: int, key: ProgramKey) -> bool:
+        """Whether an input is copied to a fixed place, where the engine bakes addresses.
+
+        Parameters, buffers and what the graph writes stay where they are. Another argument is
+        taken to stay too until it is seen to move, so that a large constant one is never copied.
+        """
+        graph_input = self.facts.inputs[index]
+        if self.engine.late_binding or index in self.facts.mutated | self.facts.aliased:
+            return False
+        if graph_input.kind is InputKind.WEIGHT:
+            return False
+        if graph_input.is_wrapped_number or index in self._moving:
+            return True
+        slots = self.facts.slots
+        return not key.padded and slots is not None and index in slots.input_indices
+
+    def _fill(self, plan: CallPlan, args: Sequence[Any]) -> None:
+        assert self.facts.slots is not None
+        self.facts.slots.fill(args, raw=plan.decision.raw, padded=plan.decision.padded)
+
+    def _run(
+        self, plan: CallPlan, key: ProgramKey, program: CapturedProgram, args: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        indices = self._unpadded if key.padded else self._exact_positions
+        tensors = [args[index] for index in indices]
+        if not program.is_captured:
+            results = self._capture(plan, key, program, args, tensors)
+        else:
+            try:
+                results = program.replay(tensors)
+            except AddressChangedError as moved:
+                results = self._recapture(plan, key, indices[moved.index], args)
+            else:
+                program.hits += 1
+        if key not in self.programs:  # capturing failed and the call ran uncaptured
+            return plan.outputs.finish(results, args, copy=False)
+        program = self.programs[key]
+        program.num_rows += sum(plan.decision.raw.values())
+        program.num_padded_rows += sum(plan.decision.padded.values())
+        keeps = key.padded or not self.engine.fresh_outputs
+        return plan.outputs.finish(results, args, copy=keeps and self.config.copy_outputs)
+
+    # -- capturing -------------------------------------------------------------------------------
+
+    def _capture(
+        self,
+        plan: CallPlan,
+        key: ProgramKey,
+        program: CapturedProgram,
+        args: Sequence[Any],
+        tensors: Sequence[Tensor],
+    ) -> Sequence[Any]:
+        graph = self.facts.lifted if key.padded else self.facts.outer
+        assert graph is not None
+        started = time.perf_counter()
+        state = self._saved_state(args)
+        try:
+            results = self._capture_in_segments(program, graph, tensors, state)
+        except CaptureError as error:
+            return self._give_up(plan, key, error, state, args)
+        program.capture_seconds = time.perf_counter() - started
+        self.capture_seconds += program.capture_seconds
+        if key.padded and self.facts.slots is not None:
+            self.facts.slots.mark_captured()
+            if self.config.check_padding:
+                self._check_padding(plan, key, graph, args, tensors)
+        log.info("captured graph %s at %s in %.3f s", self.facts.name, plan.decision.padded,
+                 program.capture_seconds)  # fmt: skip
+        return results
+
+    def _capture_in_segments(
+        self,
+        program: CapturedProgram,
+        graph: fx.GraphModule,
+        tensors: Sequence[Tensor],
+        state: Sequence[tuple[Tensor, Tensor]],
+    ) -> Sequence[Any]:
+        """Record in the largest segments that the engine takes; never run twice over a write."""
+        *coarser, finest = self.facts.segment_cuts
+        for cuts in coarser:
+            try:
+                return self._capture_at(cuts, program, graph, tensors)
+            except CaptureError as error:
+                if not self._restorable(state):
+                    raise
+                log.info("graph %s: %s; capturing smaller segments", self.facts.name, error)
+                _restore(state)
+                program.reset()
+                program.refused_whole = str(error)
+        return self._capture_at(finest, program, graph, tensors)
+
+    def _capture_at(
+        self,
+        cuts: frozenset[str],
+        program: CapturedProgram,
+        graph: fx.GraphModule,
+        tensors: Sequence[Tensor],
+    ) -> Sequence[Any]:
+        if not cuts:
+            return program.capture_full(graph, tensors)
+        cut = self._segmented.get((graph, cuts))
+        if cut is None:
+            cut = self._segmented[graph, cuts] = segment(graph, cuts)
+        return program.capture_segments(cut, tensors)
+
+    def _saved_state(self, args: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+        """Copies of what the graph writes, so that a refused capture can be taken back.
+
+        Only where a capture may be refused halfway: an engine that binds late records any call.
+        """
+        if self.engine.late_binding:
+            return []
+        return [(args[index], args[index].clone()) for index in sorted(self.facts.mutated)]
+
+    def _restorable(self, state: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        return bool(state) or not self.facts.mutated
+
+    def _give_up(
+        self,
+        plan: CallPlan,
+        key: ProgramKey,
+        error: CaptureError,
+        state: Sequence[tuple[Tensor, Tensor]],
+        args: Sequence[Any],
+    ) -> Sequence[Any]:
+        """A graph that cannot be recorded runs as written from now on, unless it already wrote."""
+        self.programs.pop(key, None)
+        cause = error.__cause__
+        if not self._restorable(state):
+            if cause is not None and not isinstance(cause, GraphbufError):
+                raise cause  # the caller's own error, as plain eager would have raised it
+            raise error
+        _restore(state)
+        results: Sequence[Any] = self.facts.outer.forward(*args)  # raises the caller's own error
+        refusal = Refusal(error.reason, str(error))
+        self._given_up[key] = refusal
+        self._plans.clear()
+        self.counts.uncaptured += 1
+        self._count_fallback(_without_program(plan, refusal))
+        return results
+
+    def _recapture(
+        self, plan: CallPlan, key: ProgramKey, moved: int, args: Sequence[Any]
+    ) -> Sequence[Any]:
+        """An address changed: record again, and stage an argument that is seen to move."""
+        graph_input = self.facts.inputs[moved]
+        may_be_staged = moved not in self.facts.mutated | self.facts.aliased
+        if graph_input.kind is not InputKind.WEIGHT and may_be_staged:
+            self._moving.add(moved)  # staged from now on, so it cannot come here again
+        else:
+            self._num_moves += 1
+        program = self.programs[key]
+        program.reset()
+        self.counts.recaptures += 1
+        if self._num_moves > self.config.max_recaptures:
+            refusal = Refusal(
+                FallbackReason.ADDRESS_CHANGED,
+                f"inputs such as {graph_input.source} came from new addresses {self._num_moves} "
+                "times; keep it in one tensor and update it in place, or raise max_recaptures",
+            )
+            self._given_up[key] = refusal
+            self._plans.clear()
+            del self.programs[key]
+            uncaptured = self._plan_for(self._read_scalars(args))
+            self._count_fallback(uncaptured)
+            self.counts.uncaptured += 1
+            results: Sequence[Any] = self.facts.outer.forward(*args)
+            return results
+        indices = self._unpadded if key.padded else self._exact_positions
+        program.staged = self._staged(key)
+        tensors = [args[index] for index in indices]
+        return self._capture(plan, key, program, args, tensors)
+
+    # -- checking --------------------------------------------------------------------------------
+
+    def _check_padding(
+        self,
+        plan: CallPlan,
+        key: ProgramKey,
+        graph: fx.GraphModule,
+        args: Sequence[Any],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        """Run twice, uncaptured, with the tails as filled and with stale rows in them.
+
+        The second net under the padding proof: live rows must not differ by a bit. State that the
+        graph writes is put back after each run. Comes after the capture, which must find lazy
+        state of the model as it is at any call.
+        """
+        slots = self.facts.slots
+        assert slots is not None
+        seen: list[tuple[Any, ...]] = []
+        for poison in (False, True):
+            state = [(args[index], args[index].clone()) for index in sorted(self.facts.mutated)]
+            self._fill(plan, args)
+            if poison:
+                slots.poison(raw=plan.decision.raw, padded=plan.decision.padded)
+            rng = torch.get_rng_state()
+            results = graph.forward(*self.programs[key].arguments(tensors))
+            seen.append(plan.outputs.finish(results, args, copy=True))
+            torch.set_rng_state(rng)
+            _restore(state)
+        self._fill(plan, args)
+        for position, (clean, poisoned) in enumerate(zip(*seen, strict=True)):
+            if isinstance(clean, Tensor) and not _same_bits(clean, poisoned):
+                self.programs.pop(key).reset()
+                raise PaddingError(
+                    f"graph {self.facts.name}: output {position} (shape {list(clean.shape)}) "
+                    f"changes in its live rows when padded rows hold stale values (sizes "
+                    f"{dict(plan.decision.raw)} in bucket {dict(plan.decision.padded)}); mask the "
+                    "padded rows by lengths, or give their slots a policy that resets them"
+                )
+
+    # -- taking it back --------------------------------------------------------------------------
+
+    def invalidate(self) -> None:
+        """Drop every captured program; the next call of each size captures again."""
+        with _step.lock:
+            for program in self.programs.values():
+                program.reset()
+            self.programs.clear()
+            self._given_up.clear()
+            self._plans.clear()
+
+
+def _without_program(plan: CallPlan, refusal: Refusal) -> CallPlan:
+    """The plan of the same call run uncaptured."""
+    raw = plan.decision.raw
+    return CallPlan(
+        decision=Decision(key=None, raw=raw, padded=raw, refusal=refusal),
+        outputs=plan.outputs,
+        template=plan.template,
+    )
+
+
+def _shares_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.numel() > 0
+
+
+def _distinct(number: float) -> float | str:
+    """A float as part of a key: 0.0 and -0.0 are equal and NaN is not, but graphs see the bits."""
+    return number if number == number and number != 0 else repr(number)
+
+
+def _restore(state: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for tensor, saved in state:
+        tensor.copy_(saved)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype.is_floating_point or a.dtype.is_complex:
+        return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(
+            a.isnan(), b.isnan()
+        )
+    return torch.equal(a, b)
