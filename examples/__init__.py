@@ -1,0 +1,1 @@
+"""Programs that use graphbuf the way a reader of the README would."""
