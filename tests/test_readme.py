@@ -1,0 +1,40 @@
+"""The README's code runs as it stands, and its facts agree with the package."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from compile_backend import GraphbufConfig, declaration_of
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_first_example_runs_as_pasted(capsys):
+    exec(BLOCKS[0], {})
+    printed = capsys.readouterr().out
+    assert "batch=8: 3 hits" in printed
+    assert "fallbacks: none" in printed
+
+
+def test_the_declaration_runs_as_pasted():
+    scope = {"__name__": "readme"}
+    exec(BLOCKS[1], scope)
+    assert set(declaration_of(scope["Step"]).slots) == {"input_ids", "out_cache_loc", "seq_lens"}
+
+
+def test_every_option_is_listed_with_its_default():
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", README, re.MULTILINE))
+    config = GraphbufConfig()
+    assert set(rows) >= {option.name for option in dataclasses.fields(GraphbufConfig)}
+    for option in dataclasses.fields(GraphbufConfig):
+        shown = rows[option.name].strip().strip("`")
+        value = getattr(config, option.name)
+        expected = {"()": "[]"}.get(repr(value), str(value))
+        assert shown == expected, option.name
+
+
+def test_the_documents_that_it_links_to_exist():
+    root = Path(__file__).parent.parent
+    for target in re.findall(r"\]\(((?!http|#)[^)]+)\)", README):
+        assert (root / target).exists(), target
