@@ -309,7 +309,9 @@ def register_dynamo_backend(name: str, compiler_fn: Callable[..., Any]) -> None:
     """Make ``torch.compile(backend=name)`` find ``compiler_fn`` with no entry point installed."""
     from torch._dynamo.backends import registry
 
-    if name not in registry._COMPILER_FNS:
+    # Where an entry point of that name was discovered, Dynamo registers what it loads itself,
+    # and may be importing us to do so.
+    if name not in registry._COMPILER_FNS and registry._BACKENDS.get(name) is None:
         registry.register_backend(compiler_fn=compiler_fn, name=name)
 
 

@@ -43,6 +43,14 @@ def test_the_string_is_enough_where_it_is_installed(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.skipif(not is_installed(), reason="the distribution graphbuf is not installed")
+@pytest.mark.parametrize("first", ["import compile_backend", "torch._dynamo.list_backends()"])
+def test_the_order_of_imports_does_not_matter_where_it_is_installed(tmp_path, first):
+    setup = f"import torch._dynamo\n{first}\nimport compile_backend"
+    result = run(USE.format(setup=setup), tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_checkout_needs_one_import():
     hide = (
         "import importlib.metadata as metadata\n"
