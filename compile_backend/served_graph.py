@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from compile_backend.call_plan import CallPlan, Decider, Decision, ProgramKey
@@ -29,6 +28,7 @@ from compile_backend.errors import (
     PaddingError,
 )
 from compile_backend.output_plan import OutputPlan
+from compile_backend.padding_check import check_padding, restore, saved
 from compile_backend.passes.axes import Refusal
 from compile_backend.passes.classify import GraphInput, InputKind
 from compile_backend.passes.segment import Segmented, segment
@@ -312,6 +312,31 @@ class ServedGraph:
                  program.capture_seconds)  # fmt: skip
         return results
 
+    def _check_padding(
+        self,
+        plan: CallPlan,
+        key: ProgramKey,
+        graph: fx.GraphModule,
+        args: Sequence[Any],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        """Comes after the capture, which must find lazy state of the model as it is at any call."""
+        assert self.facts.slots is not None
+        arguments = self.programs[key].arguments(tensors)
+        try:
+            check_padding(
+                lambda: plan.outputs.finish(graph.forward(*arguments), args, copy=True),
+                self.facts.slots,
+                args,
+                raw=plan.decision.raw,
+                padded=plan.decision.padded,
+                written=[args[index] for index in sorted(self.facts.mutated)],
+                where=f"graph {self.facts.name}",
+            )
+        except PaddingError:
+            self.programs.pop(key).reset()
+            raise
+
     def _capture_in_segments(
         self,
         program: CapturedProgram,
@@ -328,7 +353,7 @@ class ServedGraph:
                 if not self._restorable(state):
                     raise
                 log.info("graph %s: %s; capturing smaller segments", self.facts.name, error)
-                _restore(state)
+                restore(state)
                 program.reset()
                 program.refused_whole = str(error)
         return self._capture_at(finest, program, graph, tensors)
@@ -354,7 +379,7 @@ class ServedGraph:
         """
         if self.engine.late_binding:
             return []
-        return [(args[index], args[index].clone()) for index in sorted(self.facts.mutated)]
+        return saved([args[index] for index in sorted(self.facts.mutated)])
 
     def _restorable(self, state: Sequence[tuple[Tensor, Tensor]]) -> bool:
         return bool(state) or not self.facts.mutated
@@ -374,7 +399,7 @@ class ServedGraph:
             if cause is not None and not isinstance(cause, GraphbufError):
                 raise cause  # the caller's own error, as plain eager would have raised it
             raise error
-        _restore(state)
+        restore(state)
         results: Sequence[Any] = self.facts.outer.forward(*args)  # raises the caller's own error
         refusal = Refusal(error.reason, str(error))
         self._given_up[key] = refusal
@@ -415,46 +440,6 @@ class ServedGraph:
         tensors = [args[index] for index in indices]
         return self._capture(plan, key, program, args, tensors)
 
-    # -- checking --------------------------------------------------------------------------------
-
-    def _check_padding(
-        self,
-        plan: CallPlan,
-        key: ProgramKey,
-        graph: fx.GraphModule,
-        args: Sequence[Any],
-        tensors: Sequence[Tensor],
-    ) -> None:
-        """Run twice, uncaptured, with the tails as filled and with stale rows in them.
-
-        The second net under the padding proof: live rows must not differ by a bit. State that the
-        graph writes is put back after each run. Comes after the capture, which must find lazy
-        state of the model as it is at any call.
-        """
-        slots = self.facts.slots
-        assert slots is not None
-        seen: list[tuple[Any, ...]] = []
-        for poison in (False, True):
-            state = [(args[index], args[index].clone()) for index in sorted(self.facts.mutated)]
-            self._fill(plan, args)
-            if poison:
-                slots.poison(raw=plan.decision.raw, padded=plan.decision.padded)
-            rng = torch.get_rng_state()
-            results = graph.forward(*self.programs[key].arguments(tensors))
-            seen.append(plan.outputs.finish(results, args, copy=True))
-            torch.set_rng_state(rng)
-            _restore(state)
-        self._fill(plan, args)
-        for position, (clean, poisoned) in enumerate(zip(*seen, strict=True)):
-            if isinstance(clean, Tensor) and not _same_bits(clean, poisoned):
-                self.programs.pop(key).reset()
-                raise PaddingError(
-                    f"graph {self.facts.name}: output {position} (shape {list(clean.shape)}) "
-                    f"changes in its live rows when padded rows hold stale values (sizes "
-                    f"{dict(plan.decision.raw)} in bucket {dict(plan.decision.padded)}); mask the "
-                    "padded rows by lengths, or give their slots a policy that resets them"
-                )
-
     # -- taking it back --------------------------------------------------------------------------
 
     def invalidate(self) -> None:
@@ -484,16 +469,3 @@ def _shares_memory(a: Tensor, b: Tensor) -> bool:
 def _distinct(number: float) -> float | str:
     """A float as part of a key: 0.0 and -0.0 are equal and NaN is not, but graphs see the bits."""
     return number if number == number and number != 0 else repr(number)
-
-
-def _restore(state: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for tensor, saved in state:
-        tensor.copy_(saved)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.dtype.is_floating_point or a.dtype.is_complex:
-        return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(
-            a.isnan(), b.isnan()
-        )
-    return torch.equal(a, b)

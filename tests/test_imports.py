@@ -30,7 +30,9 @@ ALLOWED: dict[str, set[str]] = {
     "slots": {"errors", "passes", "registry"},
     "call_plan": {"errors", "output_plan", "passes", "registry"},
     "program": {"errors", "engines", "output_plan", "passes"},
-    "served_graph": BASE | {"call_plan", "engines", "output_plan", "passes", "program", "slots"},
+    "padding_check": {"errors", "slots"},
+    "served_graph": BASE
+    | {"call_plan", "engines", "output_plan", "padding_check", "passes", "program", "slots"},
     "runners": BASE | {"engines", "registry"},
     "inspect": BASE | {"owners", "passes", "served_graph"},
 }
