@@ -24,7 +24,13 @@ from compile_backend.compilers import compile_piece, compile_whole_graph
 from compile_backend.config import GraphbufConfig
 from compile_backend.declared import declaration_of
 from compile_backend.engines import CompiledPiece, Engine, engine_by_name
-from compile_backend.errors import FallbackError, FallbackReason, GraphbufError, PassError
+from compile_backend.errors import (
+    ConfigError,
+    FallbackError,
+    FallbackReason,
+    GraphbufError,
+    PassError,
+)
 from compile_backend.inspect.dump import dump_graph
 from compile_backend.inspect.report import (
     BuildFacts,
@@ -66,8 +72,9 @@ class GraphbufBackend:
     Pass an instance as ``backend=`` to keep it in hand, or use the string ``"graphbuf"``.
     """
 
-    def __init__(self, config: GraphbufConfig | None = None) -> None:
-        self.config = config if config is not None else GraphbufConfig.check()
+    def __init__(self, config: GraphbufConfig | Mapping[str, Any] | None = None) -> None:
+        """``config`` or its options as a mapping; None takes the environment and the defaults."""
+        self.config = config if isinstance(config, GraphbufConfig) else GraphbufConfig.check(config)
         # Held weakly: when Dynamo drops a graph, its slots and recordings go too.
         self._served: list[tuple[weakref.ref[Any], BuildFacts | None]] = []
         self._lock = threading.Lock()
@@ -89,13 +96,21 @@ class GraphbufBackend:
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[..., Any]:
-        """Compile one Dynamo graph; ``torch.compile``'s ``mode`` and ``options`` do not apply.
+        """Compile one Dynamo graph.
 
-        Raises ConfigError for an unknown splitting op, PassError where a pass or the compiler
-        fails. Dynamo would take some of torch's own exceptions for a reason to run the function
-        eagerly from then on, so none of them leaves here as it is.
+        Raises ConfigError for an unknown operator name, and for the ``mode`` and ``options`` of
+        ``torch.compile`` (the backend has its configuration already), PassError where a pass or
+        the compiler fails. Dynamo would take some of torch's own exceptions for a reason to run
+        the function eagerly from then on, so none of them leaves here as it is.
         """
-        check_op_names(self.config.splitting_ops)
+        if kwargs:
+            given = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
+            raise ConfigError(
+                f"a GraphbufBackend has its configuration; torch.compile also gave it {given}. "
+                "Pass these to GraphbufConfig.check(), or use the string backend='graphbuf'"
+            )
+        check_op_names("splitting_ops", self.config.splitting_ops)
+        check_op_names("rowwise_ops", self.config.rowwise_ops)
         if _needs_grad(example_inputs):
             return self._ordinary_compile(gm, example_inputs)
         try:
@@ -106,8 +121,7 @@ class GraphbufBackend:
             if compat.belongs_to_dynamo(error):
                 raise
             raise PassError(
-                f"graph {_name_of(gm)} could not be compiled: {compat.describe(error)}; "
-                "options={'compiler': 'eager'} leaves the compiler out"
+                f"graph {_name_of(gm)} could not be compiled: {compat.describe(error)}"
             ) from error
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> ServedGraph:
@@ -188,7 +202,7 @@ class GraphbufBackend:
         with self._lock:
             self._served.append((weakref.ref(served), built))
         if message := recompile_warning(self.reports):
-            log.warning(message)
+            log.warning("graphbuf: %s", message)
         if config.debug_dump_path is not None:
             dump_graph(config.debug_dump_path, GraphReport(served=served, built=built))
         return served
@@ -206,11 +220,8 @@ class GraphbufBackend:
         report = TrainingReport(name=_name_of(gm))
         with self._lock:
             self._served.append((weakref.ref(report), None))
-        advice = (
-            f"graph {report.name} needs gradients, so it runs the ordinary compile path; "
-            "call the model under torch.inference_mode() to replay captured graphs"
-        )
-        log.warning(advice)
+        advice = report.advice
+        log.warning("graphbuf: %s", advice)
 
         def run(*args: Any) -> Any:
             if self.config.strict:
@@ -350,7 +361,7 @@ def _plan_padding(
             )
             if first is None and not _wants_padding(config, engine, axes):
                 return _Padding(axes=axes, asked=False)
-            padding = _proven(axes, trace, plan, config)
+            padding = _proven(axes, inputs, trace, plan, config)
             if axes.axes and padding.refusal is None:
                 return padding
             first = first or padding
@@ -387,23 +398,30 @@ def _wants_padding(config: GraphbufConfig, engine: Engine, axes: AxisPlan) -> bo
     return asked or not engine.late_binding
 
 
-def _proven(axes: AxisPlan, trace: AtenTrace, plan: SplitPlan, config: GraphbufConfig) -> _Padding:
+def _proven(
+    axes: AxisPlan,
+    inputs: Sequence[GraphInput],
+    trace: AtenTrace,
+    plan: SplitPlan,
+    config: GraphbufConfig,
+) -> _Padding:
     """The axes with the proof's verdict on them."""
     if axes.refusal is not None:
         return _Padding(axes=axes, asked=True, refusal=axes.refusal)
     if trace.mutated and not axes.is_declared:
-        written = ", ".join(sorted(_mutated_names(trace)))
+        written = ", ".join(sorted(i.source for i in inputs if i.node in trace.mutated))
         refusal = Refusal(
             FallbackReason.MUTATED_INPUT,
-            f"the graph writes {written}, and padded rows would be written too; declare the batch "
-            "(declare_batch) with slots whose padded rows write to a scratch row",
+            f"the graph writes {written}, and padded rows would be written too; call .eval() if "
+            "that is a training statistic, or declare the batch (declare_batch) with slots whose "
+            "padded rows write to a scratch row",
         )
         return _Padding(axes=axes, asked=True, refusal=refusal)
     verdict = prove_padding(
         trace,
         {padded.input.name: padded.dims for padded in axes.inputs},
         axes.symbols_by_axis,
-        trusted=list(plan.cuts) if axes.is_declared else [],
+        trusted=[n for n in plan.cuts if trace.custom_ops(n)] if axes.is_declared else [],
         rowwise_ops=config.rowwise_ops,
     )
     if verdict.safe:
@@ -437,14 +455,24 @@ def _compile_pieces(
     for name, piece in pieces.items():
         representative = sharing.representatives[name]
         if representative not in compiled:
-            compiled[representative] = compile_piece(
-                piece,
-                [value_of(node) for node in piece.graph.find_nodes(op="placeholder")],
-                compiler=config.compiler,
-                inductor_options=config.inductor_options,
-            )
+            compiled[representative] = _compile_piece(name, piece, config)
         setattr(outer, name, PieceModule(CompiledPiece(compiled[representative], name)))
     return tuple(pieces.values()), sharing.num_compiled
+
+
+def _compile_piece(name: str, piece: fx.GraphModule, config: GraphbufConfig) -> Callable[..., Any]:
+    examples = [value_of(node) for node in piece.graph.find_nodes(op="placeholder")]
+    try:
+        return compile_piece(
+            piece, examples, compiler=config.compiler, inductor_options=config.inductor_options
+        )
+    except Exception as error:
+        if compat.belongs_to_dynamo(error):
+            raise
+        raise PassError(
+            f"{config.compiler} could not compile {name}: {compat.describe(error)}; "
+            "options={'debug_dump_path': ...} shows the piece, {'compiler': 'eager'} does without"
+        ) from error
 
 
 class PieceModule(torch.nn.Module):

@@ -114,13 +114,14 @@ class Decider:
                 )
                 return self._exact(scalars, raw, known, refusal)
         padded: dict[str, int] = {}
-        for axis, buckets in zip(self.axes, self.buckets, strict=True):
+        for place, (axis, buckets) in enumerate(zip(self.axes, self.buckets, strict=True)):
+            option = "cudagraph_capture_sizes" if place == 0 else "second_axis_capture_sizes"
             bucket = buckets.pad_to(raw[axis.name])
             if bucket is None:
                 refusal = Refusal(
                     FallbackReason.ABOVE_LARGEST_BUCKET,
                     f"{axis.name} is {raw[axis.name]} and the largest captured size is "
-                    f"{buckets.largest}; raise cudagraph_capture_sizes to capture it",
+                    f"{buckets.largest}; give {option} with a size of {raw[axis.name]} or more",
                 )
                 return Decision(key=None, raw=raw, padded=raw, refusal=refusal)
             padded[axis.name] = bucket
@@ -172,7 +173,10 @@ class Decider:
                 f"{len(exact)} exact sizes are captured already (max_exact_captures); give "
                 "cudagraph_capture_sizes to pad to a few sizes instead",
             )
-            return Decision(key=None, raw=raw, padded=raw, refusal=refusal or limit)
+            if refusal is not None:
+                also = f"{limit.message} (not padded, {refusal.reason.name}: {refusal.message})"
+                limit = Refusal(limit.reason, also)
+            return Decision(key=None, raw=raw, padded=raw, refusal=limit)
         return Decision(key=key, raw=raw, padded=raw, refusal=refusal)
 
     def _too_many_numbers(self, key: ProgramKey, known: Mapping[ProgramKey, Any]) -> Refusal | None:

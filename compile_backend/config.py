@@ -8,6 +8,7 @@ the environment over the defaults.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from compile_backend.errors import ConfigError
 
 __all__ = ["CompilerName", "CudagraphMode", "EngineName", "GraphbufConfig"]
 
-EngineName = Literal["auto", "none", "host", "host_strict", "cuda", "trees"]
+EngineName = Literal["auto", "none", "host", "host_strict"]
 CompilerName = Literal["eager", "aot_eager", "inductor"]
 CudagraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
 
@@ -162,7 +163,10 @@ class GraphbufConfig:
         _sizes,
     )
     splitting_ops: tuple[str, ...] = _option(
-        (), "operators kept out of every piece, and of every graph in PIECEWISE mode", _op_names
+        (),
+        "operators kept out of every piece, and of every graph in PIECEWISE mode; where the batch "
+        "is declared, custom ones are also vouched to be row-wise",
+        _op_names,
     )
     rowwise_ops: tuple[str, ...] = _option(
         (), "custom operators vouched to compute each row from that row alone", _op_names
@@ -184,10 +188,16 @@ class GraphbufConfig:
     )
     check_padding: bool = _option(
         False,
-        "at each capture of a padded bucket, run twice with different tails and compare live rows",
+        "at the first call of a bucket that leaves a tail, run twice with different tails and "
+        "compare live rows",
         _flag,
     )
-    strict: bool = _option(False, "raise FallbackError where a call would run uncaptured", _flag)
+    strict: bool = _option(
+        False,
+        "raise FallbackError where a call has a fall-back reason: it would run uncaptured, or at "
+        "its exact size although padding was asked for",
+        _flag,
+    )
     debug_dump_path: str | None = _option(
         None, "directory that receives the graphs and pieces as readable code", _path
     )
@@ -208,10 +218,10 @@ class GraphbufConfig:
         valid ones), a value of the wrong type, or sizes that do not increase.
         """
         settled = cls._from_env(os.environ if env is None else env)
-        for name, value in (options or {}).items():
+        for name in options or {}:
             _known_option(name, f"option {name!r}")
-            settled[name] = value
-        return cls(**settled)
+            settled.pop(name, None)
+        return cls(**cls._checked(settled), **(options or {}))
 
     @classmethod
     def for_mode(
@@ -241,6 +251,18 @@ class GraphbufConfig:
                 settled[name] = _parse(name, variable, env[variable])
         return settled
 
+    @classmethod
+    def _checked(cls, from_env: Mapping[str, Any]) -> dict[str, Any]:
+        """Check what the environment gave, so that an error names the variable."""
+        for name, value in from_env.items():
+            try:
+                cls(**{name: value})
+            except ConfigError as error:
+                raise ConfigError(
+                    f"environment variable {_ENV_PREFIX}{name.upper()}: {error}"
+                ) from None
+        return dict(from_env)
+
     @property
     def captures(self) -> bool:
         """Whether anything is captured at all."""
@@ -254,8 +276,10 @@ def _options_by_name() -> dict[str, dataclasses.Field[Any]]:
 def _known_option(name: str, what: str) -> None:
     options = _options_by_name()
     if name not in options:
-        listed = "; ".join(f"{known}: {f.metadata['doc']}" for known, f in options.items())
-        raise ConfigError(f"{what} is unknown. The options are: {listed}")
+        near = difflib.get_close_matches(name, options, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        listed = "".join(f"\n  {known}: {f.metadata['doc']}" for known, f in options.items())
+        raise ConfigError(f"{what} is unknown{hint} The options are:{listed}")
 
 
 def _parse(name: str, variable: str, text: str) -> Any:
@@ -270,6 +294,9 @@ def _parse(name: str, variable: str, text: str) -> Any:
     try:
         if kind == "int":
             return int(text)
+    except ValueError:
+        raise ConfigError(f"environment variable {variable} is {text!r}; use an integer") from None
+    try:
         if kind.startswith("tuple[int"):
             return tuple(int(part) for part in text.split(",")) if text.strip() else None
     except ValueError:

@@ -46,12 +46,21 @@ def declare_batch(
     replaces it for graphs compiled later.
 
     By declaring, the owner promises that a padded row, filled as its slot's policy says, changes
-    no live row: that operators which the proof cannot see into mask by lengths, and that writes
-    of padded rows land on a scratch row.
+    no live row through the custom operators that stay outside the compiled pieces: those that
+    write their arguments, and those named in ``splitting_ops``. They mask by lengths, and write
+    padded rows to a scratch row. Other custom operators are vouched for in ``rowwise_ops``; what
+    PyTorch's own operators do is proven. ``shape_fn`` is given the largest capture sizes, and a
+    ``source_fn`` or ``post_fill`` a batch with the fields that the model reads.
 
     Raises SlotDefinitionError for a name that the type does not have, two slots of one name, an
     unknown axis, or dotted names.
     """
+    if not isinstance(batch_type, type):
+        raise SlotDefinitionError(
+            f"declare_batch() got {batch_type!r}; pass the batch's class, not a name or an instance"
+        )
+    if isinstance(slots, GraphSlot) or not all(isinstance(slot, GraphSlot) for slot in slots):
+        raise SlotDefinitionError("declare_batch() takes a list of GraphSlot")
     known = _field_names(batch_type)
     by_name: dict[str, GraphSlot] = {}
     for slot in slots:
@@ -61,6 +70,16 @@ def declare_batch(
             raise SlotDefinitionError(
                 f"{batch_type.__name__} has no field {slot.name!r}; its fields are "
                 f"{', '.join(sorted(known))}"
+            )
+        for axis in slot.axis if isinstance(slot.axis, tuple) else (slot.axis,):
+            if axis not in (*_AXES, "none", None):
+                raise SlotDefinitionError(
+                    f"slot {slot.name!r} is on axis {axis!r}; a declared field follows "
+                    f"{', '.join(_AXES)} or none"
+                )
+        if slot.is_dotted:
+            raise SlotDefinitionError(
+                f"slot {slot.name!r} has a dot in its name; a declared slot is named after a field"
             )
         by_name[slot.name] = slot
     sizes = dict(size_fields or {})

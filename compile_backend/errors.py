@@ -4,7 +4,6 @@
 
     GraphbufError
     ├── ConfigError                a backend option, environment variable or runner setting is wrong
-    ├── MissingExtraError          an optional package is needed and not installed
     ├── RegistryError
     │   ├── SlotDefinitionError    a slot is declared in a way that cannot work
     │   ├── SlotNotFoundError      no slot of that name is registered
@@ -29,7 +28,6 @@ __all__ = [
     "FallbackError",
     "FallbackReason",
     "GraphbufError",
-    "MissingExtraError",
     "PaddingError",
     "PassError",
     "RegistryError",
@@ -48,10 +46,6 @@ class GraphbufError(Exception):
 
 class ConfigError(GraphbufError, ValueError):
     """An option, environment variable or runner setting is unknown or has a bad value."""
-
-
-class MissingExtraError(GraphbufError, ImportError):
-    """An optional package is needed; the message names the extra that installs it."""
 
 
 class RegistryError(GraphbufError):

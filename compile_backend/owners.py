@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from compile_backend import compat
 
-__all__ = ["Reporting", "backend_for", "backends_of", "is_compiled"]
+__all__ = ["BACKEND_NAME", "Reporting", "backend_for", "backends_of", "is_served"]
 
 
 @runtime_checkable
@@ -23,6 +23,8 @@ class Reporting(Protocol):
     @property
     def reports(self) -> tuple[Any, ...]: ...
 
+
+BACKEND_NAME = "graphbuf"
 
 Backend = TypeVar("Backend", bound=Reporting)
 
@@ -44,6 +46,9 @@ def backend_for(owner: Any | None, make: Callable[[], Backend]) -> Backend:
 
 def backends_of(compiled: Any) -> list[Reporting]:
     """The backends that serve what ``torch.compile`` returned; empty before its first call."""
+    in_place = getattr(compiled, "_compiled_call_impl", None)  # nn.Module.compile()
+    if in_place is not None and not hasattr(compiled, "dynamo_ctx"):
+        compiled = in_place
     owner = compat.owner_of_compiled(compiled)
     for candidate in (compiled, owner, getattr(owner, "compiler_fn", None)):
         if isinstance(candidate, Reporting):
@@ -58,9 +63,13 @@ def backends_of(compiled: Any) -> list[Reporting]:
         return [backend for ref, backend in _known if ref() == owner]
 
 
-def is_compiled(compiled: Any) -> bool:
-    """Whether ``torch.compile`` returned this, or it is a backend itself."""
-    return isinstance(compiled, Reporting) or compat.owner_of_compiled(compiled) is not None
+def is_served(compiled: Any) -> bool:
+    """Whether this is a backend, or what ``torch.compile`` made with this backend."""
+    if isinstance(compiled, Reporting) or backends_of(compiled):
+        return True
+    in_place = getattr(compiled, "_compiled_call_impl", None)
+    owners = [compat.owner_of_compiled(each) for each in (compiled, in_place) if each is not None]
+    return any(getattr(owner, "compiler_name", None) == BACKEND_NAME for owner in owners)
 
 
 def _find(owner: Any) -> Any | None:

@@ -28,23 +28,21 @@ def check_padding(
     written: Sequence[Tensor],
     where: str,
 ) -> None:
-    """Run twice with the tails as filled and with stale rows in them; live rows must not differ.
+    """Run twice, with zeros and with stale rows in the tails; live rows must not differ.
 
     ``run`` returns the trimmed outputs of the graph on its slots. ``written`` tensors and the
-    random generator are put back after each run, the slots are left filled. Raises PaddingError,
-    naming ``where`` and the output.
+    random generator are put back after each run, and the slots are left filled, with zeros in the
+    tails that no policy resets. Raises PaddingError, naming ``where`` and the output.
     """
     seen: list[tuple[Any, ...]] = []
-    for poison in (False, True):
+    for stale in (True, False):  # zeros last: no poison is left for others that share the slots
         state, generator = saved(written), torch.get_rng_state()
         slots.fill(args, raw=raw, padded=padded)
-        if poison:
-            slots.poison(raw=raw, padded=padded)
+        slots.overwrite_tails(raw=raw, padded=padded, stale=stale)
         seen.append(run())
         torch.set_rng_state(generator)
         restore(state)
-    slots.fill(args, raw=raw, padded=padded)
-    for position, (clean, poisoned) in enumerate(zip(*seen, strict=True)):
+    for position, (poisoned, clean) in enumerate(zip(*seen, strict=True)):
         if isinstance(clean, Tensor) and not _same_bits(clean, poisoned):
             raise PaddingError(
                 f"{where}: output {position} (shape {list(clean.shape)}) changes in its live rows "

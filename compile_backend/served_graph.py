@@ -221,7 +221,7 @@ class ServedGraph:
         if refusal.reason not in self.counts.messages:
             self.counts.messages[refusal.reason] = refusal.message
             level = logging.DEBUG if refusal.reason is FallbackReason.DISABLED else logging.WARNING
-            log.log(level, "graph %s: %s: %s", self.facts.name, refusal.reason.name,
+            log.log(level, "graphbuf: graph %s: %s: %s", self.facts.name, refusal.reason.name,
                     refusal.message)  # fmt: skip
         self.counts.fallbacks[refusal.reason] += 1
 
@@ -276,6 +276,8 @@ class ServedGraph:
                 results = self._recapture(plan, key, indices[moved.index], args)
             else:
                 program.hits += 1
+        if self.config.check_padding and key in self.programs:
+            self._check_padding(plan, key, args, tensors)
         if key not in self.programs:  # capturing failed and the call ran uncaptured
             return plan.outputs.finish(results, args, copy=False)
         program = self.programs[key]
@@ -306,8 +308,6 @@ class ServedGraph:
         self.capture_seconds += program.capture_seconds
         if key.padded and self.facts.slots is not None:
             self.facts.slots.mark_captured()
-            if self.config.check_padding:
-                self._check_padding(plan, key, graph, args, tensors)
         log.info("captured graph %s at %s in %.3f s", self.facts.name, plan.decision.padded,
                  program.capture_seconds)  # fmt: skip
         return results
@@ -316,13 +316,20 @@ class ServedGraph:
         self,
         plan: CallPlan,
         key: ProgramKey,
-        graph: fx.GraphModule,
         args: Sequence[Any],
         tensors: Sequence[Tensor],
     ) -> None:
-        """Comes after the capture, which must find lazy state of the model as it is at any call."""
+        """At the first call of a bucket that leaves it a tail, once.
+
+        Comes after the call, which must find lazy state of the model as it is at any call. On an
+        engine whose outputs are overwritten this writes none of them: the runs are uncaptured.
+        """
+        program, graph = self.programs[key], self.facts.lifted
+        if program.is_checked or not key.padded or plan.decision.raw == plan.decision.padded:
+            return
         assert self.facts.slots is not None
-        arguments = self.programs[key].arguments(tensors)
+        assert graph is not None
+        arguments = program.arguments(tensors)
         try:
             check_padding(
                 lambda: plan.outputs.finish(graph.forward(*arguments), args, copy=True),
@@ -334,8 +341,9 @@ class ServedGraph:
                 where=f"graph {self.facts.name}",
             )
         except PaddingError:
-            self.programs.pop(key).reset()
+            self.programs.pop(key).reset()  # the next call captures, and is checked, again
             raise
+        program.is_checked = True
 
     def _capture_in_segments(
         self,

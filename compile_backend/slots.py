@@ -113,11 +113,14 @@ class GraphSlots:
             values = {_slot_name(i): args[i.input.index] for i in self._derived}
             self.derived.fill_tensors(values, raw=raw, padded=padded)
 
-    def poison(self, *, raw: Mapping[str, int], padded: Mapping[str, int]) -> None:
-        """Overwrite the tails that no policy resets, and all derived ones, as stale rows would.
+    def overwrite_tails(
+        self, *, raw: Mapping[str, int], padded: Mapping[str, int], stale: bool
+    ) -> None:
+        """Write zeros, or what stale rows would leave, to the tails that no policy resets.
 
-        Integers are taken from live rows, so that the model accepts them (they may be indices);
-        floating-point rows are larger than any live one, so that they show in a maximum too.
+        Derived slots count too, although theirs are reset: the proof must not rely on it. Stale
+        integers are taken from live rows, so that the model accepts them (they may be indices);
+        stale floating-point rows are larger than any live one, so that they show in a maximum.
         """
         for slotted in self._inputs:
             name = _slot_name(slotted)
@@ -128,12 +131,11 @@ class GraphSlots:
             view = self.view(name, padded)
             for dim, axis in slotted.dims.items():
                 live, full = raw[axis], padded[axis]
-                if 0 < live < full:
-                    stale = torch.arange(full - live, device=view.device) % live
-                    rows = view.index_select(dim, stale.flip(0))
-                    if rows.is_floating_point():
-                        rows = rows * -4 - 8
-                    view.narrow(dim, live, full - live).copy_(rows)
+                if live < full:
+                    tail = view.narrow(dim, live, full - live)
+                    tail.copy_(
+                        _stale_rows(view, dim, live, full)
+                    ) if stale and live else tail.zero_()
 
     def mark_captured(self) -> None:
         """A graph has taken these addresses: the pool must keep the storages."""
@@ -150,8 +152,8 @@ class GraphSlots:
                 zip(padded.axes, padded.input.value.shape, strict=True)
             ):
                 name = names[dim] if isinstance(slot.axis, tuple) and dim < len(names) else names[0]
-                if axis is None and name in fixed and isinstance(size, int) and dim == 0:
-                    fixed[name] = max(fixed[name], size)
+                if axis is None and name in fixed and dim == 0:
+                    fixed[name] = max(fixed[name], int(size))  # tracing has fixed it
         return fixed
 
     def _registry_sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -161,6 +163,12 @@ class GraphSlots:
             for name in axis.declared_as:
                 named[name] = sizes.get(axis.name, 0)
         return named
+
+
+def _stale_rows(view: Tensor, dim: int, live: int, full: int) -> Tensor:
+    places = torch.arange(full - live, device=view.device) % live
+    rows = view.index_select(dim, places.flip(0))
+    return rows * -4 - 8 if rows.is_floating_point() else rows
 
 
 def _slot_name(padded: PaddedInput) -> str:

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from compile_backend import ConfigError, GraphbufConfig, explain
+from compile_backend import ConfigError, GraphbufBackend, GraphbufConfig, explain
 
 
 def test_options_win_over_the_environment_which_wins_over_defaults():
@@ -95,6 +95,36 @@ def test_a_splitting_op_that_does_not_exist_is_refused_with_a_near_name():
     options = {"compiler": "eager", "splitting_ops": ["aten::addm"]}
     run = torch.compile(torch.relu, backend="graphbuf", options=options)
     with pytest.raises(Exception, match="aten::addmm"), torch.inference_mode():
+        run(torch.ones(3))
+
+
+def test_a_misspelt_vouched_operator_is_refused_too():
+    options = {"compiler": "eager", "rowwise_ops": ["nolib::nothing_like_it"]}
+    run = torch.compile(torch.relu, backend="graphbuf", options=options)
+    with pytest.raises(Exception, match="rowwise_ops names 'nolib::nothing_like_it'"):
+        run(torch.ones(3))
+
+
+def test_a_value_from_the_environment_is_named_with_its_variable():
+    with pytest.raises(ConfigError, match=r"GRAPHBUF_COMPILER: option 'compiler' is 'eagr'"):
+        GraphbufConfig.check(env={"GRAPHBUF_COMPILER": "eagr"})
+    assert GraphbufConfig.check({"compiler": "eager"}, env={"GRAPHBUF_COMPILER": "eagr"})
+
+
+def test_an_unknown_option_suggests_a_near_one():
+    with pytest.raises(ConfigError, match=r"did you mean 'cudagraph_capture_sizes'"):
+        GraphbufConfig.check({"cudagraph_capture_size": [1]}, env={})
+
+
+def test_a_backend_object_takes_options_itself_and_no_others():
+    backend = GraphbufBackend({"compiler": "eager"})
+    run = torch.compile(torch.relu, backend=backend)
+    with torch.inference_mode():
+        run(torch.ones(3))
+    assert explain(run).calls == explain(backend).calls == 1
+    torch._dynamo.reset()
+    run = torch.compile(torch.relu, backend=backend, options={"strict": True})
+    with pytest.raises(Exception, match=r"has its configuration.*strict"):
         run(torch.ones(3))
 
 

@@ -11,18 +11,12 @@ _ENGINES: dict[str, type[Engine]] = {
     "none": NoEngine,
     "host": HostEngine,
     "host_strict": StrictHostEngine,
-    "strict": StrictHostEngine,
 }
-_NOT_BUILT = ("cuda", "trees")
 
 
 def engine_by_name(name: str) -> Engine:
-    """A new engine. Raises ConfigError for a name that is unknown or not available yet."""
+    """A new engine. Raises ConfigError for a name that is unknown."""
     if name in _ENGINES:
         return _ENGINES[name]()
     known = ", ".join(repr(each) for each in _ENGINES)
-    if name in _NOT_BUILT:
-        raise ConfigError(
-            f"engine {name!r} needs a CUDA device and is not built yet; use one of {known}"
-        )
     raise ConfigError(f"unknown engine {name!r}; use one of {known}")

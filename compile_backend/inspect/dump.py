@@ -19,6 +19,7 @@ def dump(compiled: Any, directory: str) -> list[Path]:
     Per graph a folder with the Dynamo graph, the split graph, the graph with slot reads and each
     piece; beside them ``explain.txt``. Existing files of the same names are replaced.
     """
+    explanation = explain(compiled)  # raises before anything is written
     written: list[Path] = []
     for backend in backends_of(compiled):
         for report in backend.reports:
@@ -26,7 +27,7 @@ def dump(compiled: Any, directory: str) -> list[Path]:
                 written += dump_graph(directory, report)
     summary = Path(directory) / "explain.txt"
     summary.parent.mkdir(parents=True, exist_ok=True)
-    summary.write_text(str(explain(compiled)) + "\n")
+    summary.write_text(str(explanation) + "\n")
     return [*written, summary]
 
 

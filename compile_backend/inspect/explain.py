@@ -12,7 +12,7 @@ from typing import Any
 
 from compile_backend.errors import FallbackReason, GraphbufError
 from compile_backend.inspect.report import GraphReport, TrainingReport, recompile_warning
-from compile_backend.owners import backends_of, is_compiled
+from compile_backend.owners import backends_of, is_served
 
 __all__ = ["BucketUse", "Explanation", "explain"]
 
@@ -95,10 +95,10 @@ def explain(compiled: Any) -> Explanation:
     for an object that this backend does not serve.
     """
     backends = backends_of(compiled)
-    if not backends and not is_compiled(compiled):
+    if not backends and not is_served(compiled):
         raise GraphbufError(
-            f"explain() got {type(compiled).__name__!r}, which torch.compile did not return; "
-            'pass the result of torch.compile(model, backend="graphbuf")'
+            f"{type(compiled).__name__!r} was not compiled by this backend; pass the result of "
+            'torch.compile(model, backend="graphbuf"), or a model after model.compile(...)'
         )
     reports = tuple(report for backend in backends for report in backend.reports)
     return _explain(reports)
@@ -114,6 +114,7 @@ def _explain(reports: Sequence[GraphReport | TrainingReport]) -> Explanation:
     for report in reports:
         if isinstance(report, TrainingReport):
             fallbacks[FallbackReason.GRAD_ENABLED] += report.calls
+            messages.setdefault(FallbackReason.GRAD_ENABLED, report.advice)
             calls += report.calls
             uncaptured += report.calls
             continue

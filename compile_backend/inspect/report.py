@@ -48,6 +48,13 @@ class TrainingReport:
     name: str
     calls: int = 0
 
+    @property
+    def advice(self) -> str:
+        return (
+            f"graph {self.name} needs gradients, so it runs the ordinary compile path; call the "
+            "model under torch.inference_mode() to replay captured graphs"
+        )
+
 
 def recompile_warning(reports: Sequence[GraphReport | TrainingReport]) -> str | None:
     """What to say once Dynamo will trace a function no more: from then on it runs new kinds of

@@ -16,7 +16,12 @@ import sympy
 from torch import SymInt, Tensor
 
 from compile_backend.errors import FallbackReason
-from compile_backend.passes.classify import GraphInput, InputKind, slot_axes
+from compile_backend.passes.classify import (
+    GraphInput,
+    InputKind,
+    check_slot_fits,
+    slot_axes,
+)
 
 __all__ = ["Axis", "AxisPlan", "PaddedInput", "Refusal", "num_choices", "plan_axes", "symbol_of"]
 
@@ -159,7 +164,7 @@ def _refuse(
                 )
     if not any(followed) and graph_input.kind is not InputKind.BATCH_FIELD:
         return None
-    if any(isinstance(s, SymInt) and a is None for s, a in zip(sizes, followed, strict=True)):
+    if any(_varies(s) and axis is None for s, axis in zip(sizes, followed, strict=True)):
         return Refusal(
             FallbackReason.LIVE_SIZES_DIFFER,
             f"{named} has shape {list(sizes)}, of which a size varies that is not "
@@ -185,6 +190,10 @@ def _refuse(
     return None
 
 
+def _varies(size: Any) -> bool:
+    return isinstance(size, SymInt) and bool(size.node.expr.free_symbols)
+
+
 @dataclass(slots=True)
 class _SymbolGroup:
     name: str
@@ -193,7 +202,7 @@ class _SymbolGroup:
 
 
 def _declared_groups(inputs: Sequence[GraphInput]) -> list[_SymbolGroup]:
-    """The axes that declared batches name, ``bs`` and ``tokens``."""
+    """The axes that declared batches name, ``bs`` before ``tokens``, whatever is read first."""
     groups: dict[str, _SymbolGroup] = {}
     for graph_input in inputs:
         declaration = graph_input.declaration
@@ -202,6 +211,7 @@ def _declared_groups(inputs: Sequence[GraphInput]) -> list[_SymbolGroup]:
         found: list[tuple[str, Any]] = []
         if graph_input.kind is InputKind.BATCH_FIELD:
             slot = declaration.slots[graph_input.field]
+            check_slot_fits(slot, graph_input)
             found = [
                 (axis, size)
                 for axis, size in zip(
@@ -216,7 +226,7 @@ def _declared_groups(inputs: Sequence[GraphInput]) -> list[_SymbolGroup]:
             if symbol is not None:
                 group = groups.setdefault(axis, _SymbolGroup(axis, set(), {axis}))
                 group.symbols.add(symbol)
-    return list(groups.values())
+    return [groups[axis] for axis in sorted(groups)]
 
 
 def num_choices(inputs: Sequence[GraphInput]) -> int:

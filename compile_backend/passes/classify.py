@@ -15,8 +15,16 @@ import torch
 from torch import Tensor, fx
 
 from compile_backend import compat
+from compile_backend.errors import SlotMismatchError
+from compile_backend.registry.fit import holds_losslessly
 
-__all__ = ["GraphInput", "InputKind", "classify_inputs", "slot_axes"]
+__all__ = [
+    "GraphInput",
+    "InputKind",
+    "check_slot_fits",
+    "classify_inputs",
+    "slot_axes",
+]
 
 
 class InputKind(Enum):
@@ -136,6 +144,26 @@ def slot_axes(slot: Any, rank: int) -> list[str | None]:
     if len(small) != rank:
         return [None] * rank
     return [slot.axis if a != b else None for a, b in zip(small, large, strict=True)]
+
+
+def check_slot_fits(slot: Any, field: GraphInput) -> None:
+    """Raise SlotMismatchError where a slot could never hold the field that it is declared for."""
+    shape, rank = tuple(slot.shape_fn(8, 8)), field.value.dim()
+    if len(shape) != rank:
+        raise SlotMismatchError(
+            f"slot {slot.name!r} has {len(shape)} dimension(s) (shape_fn(8, 8) is {shape}) but "
+            f"{field.source} has {rank}; make shape_fn return the shape of the whole field"
+        )
+    if not holds_losslessly(slot.dtype, field.value.dtype):
+        raise SlotMismatchError(
+            f"slot {slot.name!r} is {slot.dtype} but {field.source} is {field.value.dtype}, which "
+            "it cannot hold; declare the slot with the dtype of the field"
+        )
+    if isinstance(slot.axis, str) and slot.axis != "none" and not any(slot_axes(slot, rank)):
+        raise SlotMismatchError(
+            f"slot {slot.name!r} follows axis {slot.axis!r} but its shape_fn gives {shape} for any "
+            "maximum; make the shape follow max_bs or max_num_tokens, or use axis='none'"
+        )
 
 
 def _has_slot(declaration: Declaration, field: str) -> bool:

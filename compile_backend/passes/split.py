@@ -78,20 +78,18 @@ def split(gm: fx.GraphModule, plan: SplitPlan) -> fx.GraphModule:
     return partition(gm, plan.groups, copied_into_users=plan.copied)
 
 
-def check_op_names(names: Iterable[str]) -> None:
-    """Raise ConfigError for a splitting op that no library has registered: it would never match."""
+def check_op_names(option: str, names: Iterable[str]) -> None:
+    """Raise ConfigError for an operator that no library has registered: it would never match."""
     for name in names:
-        base = name.split("::")[0] + "::" + name.split("::")[1].split(".")[0]
-        if torch._C._jit_get_schemas_for_operator(base):
-            continue
-        if base.split("::")[0] == "higher_order":
+        base = name.split(".")[0]
+        if base.startswith("higher_order::") or torch._C._jit_get_schemas_for_operator(base):
             continue
         known = {schema.name for schema in torch._C._jit_get_all_schemas()}
         near = difflib.get_close_matches(base, known, n=3, cutoff=0.6)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        hint = f" Did you mean {', '.join(near)}?" if near else ""
         raise ConfigError(
-            f"splitting_ops names {name!r}, which is not a registered operator{hint} "
-            "Import the library that registers it before the first call."
+            f"{option} names {name!r}, which is not a registered operator.{hint} Import the "
+            "library that registers it before the first call."
         )
 
 

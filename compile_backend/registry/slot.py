@@ -18,22 +18,21 @@ __all__ = ["FillContext", "GraphSlot", "PaddingPolicy"]
 
 
 class PaddingPolicy(Enum):
-    """What becomes of the rows between the live size and the padded size (the tail)."""
+    """What becomes of the rows between the live size and the padded size (the tail).
+
+    ``KEEP_PAD``: copy the head; the tail keeps what it holds, on purpose.
+    ``FILL_SENTINEL``: copy the head; reset the tail to ``pad_value`` at every fill that leaves one.
+    ``ZERO``: copy the head; reset the tail to 0 at every fill that leaves one.
+    ``FOREACH_COPY``: copy the head; whoever declares the slot proves that nobody reads the tail.
+    ``FILL_ONCE``: fill the whole buffer with ``pad_value`` at registration; then copy heads and
+    never reset.
+    """
 
     KEEP_PAD = "keep_pad"
-    """Copy the head; the tail keeps what it holds, on purpose."""
-
     FILL_SENTINEL = "fill_sentinel"
-    """Copy the head; reset the tail to ``pad_value`` at every fill that leaves one."""
-
     ZERO = "zero"
-    """Copy the head; reset the tail to 0 at every fill that leaves one."""
-
     FOREACH_COPY = "foreach_copy"
-    """Copy the head; whoever declares the slot proves that nobody reads the tail."""
-
     FILL_ONCE = "fill_once"
-    """Fill the whole buffer with ``pad_value`` at registration; then copy heads, never reset."""
 
 
 @dataclass(frozen=True, slots=True)

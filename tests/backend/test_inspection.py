@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compile_backend import dump, explain
+from compile_backend import GraphbufError, dump, explain
 from tests import custom_ops as ops
 from tests.backend.conftest import compiled
 
@@ -64,6 +64,36 @@ def test_depyf_dumps_the_split_graph_and_the_slot_reads(tmp_path):
     assert lifted, sorted(texts)
     assert "slots.l_x_" in lifted[0]
     assert any("before_split" in name.replace(" ", "_") for name in texts)
+
+
+def test_explain_of_a_model_that_was_compiled_in_place():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+
+    class Wrapped(torch.nn.Module):
+        def forward(self, x):
+            return model(x) * 2
+
+    wrapped = Wrapped()
+    wrapped.compile(backend="graphbuf", options={"compiler": "eager"})
+    with torch.inference_mode():
+        for _ in range(3):
+            wrapped(torch.randn(5, 4))
+    assert explain(wrapped).hits == 2
+
+
+@pytest.mark.parametrize(
+    "other", [torch.relu, torch.compile(torch.relu, backend="eager"), torch.nn.Linear(2, 2)]
+)
+def test_what_this_backend_does_not_serve_has_no_explanation(other, tmp_path):
+    with pytest.raises(GraphbufError, match="not compiled by this backend"):
+        explain(other)
+    with pytest.raises(GraphbufError):
+        dump(other, str(tmp_path / "made"))
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_explanation_before_the_first_call_is_empty():
+    assert explain(torch.compile(torch.relu, backend="graphbuf")).num_graphs == 0
 
 
 def test_the_recompile_limit_is_announced(caplog):

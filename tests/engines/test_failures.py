@@ -359,13 +359,7 @@ def test_an_error_in_a_replay_shows_the_recorded_call_and_restores_grad_mode(eng
 
 
 def test_engines_by_name():
-    assert [engine_by_name(name).name for name in ("none", "host", "strict", "host_strict")] == [
-        "none",
-        "host",
-        "host_strict",
-        "host_strict",
-    ]
-    with pytest.raises(ConfigError, match=r"'cuda' needs a CUDA device.*use one of 'none'"):
-        engine_by_name("cuda")
+    names = ["none", "host", "host_strict"]
+    assert [engine_by_name(name).name for name in names] == names
     with pytest.raises(ConfigError, match="unknown engine 'hots'"):
         engine_by_name("hots")

@@ -119,7 +119,8 @@ def test_each_axis_has_a_capacity_of_its_own(padding):
     def fn(batch):
         return batch.ids * 2, batch.lens + 1
 
-    run = compiled(fn, {**padding, "second_axis_capture_sizes": [3, 6]})
+    sizes = {"cudagraph_capture_sizes": [3, 6], "second_axis_capture_sizes": [2, 4, 8]}
+    run = compiled(fn, {**padding, **sizes})
     with torch.inference_mode():
         for tokens, bs in ((7, 5), (7, 7), (9, 5), (9, 7), (7, 4), (8, 6)):
             batch = make_step(tokens, lens=torch.randint(1, 9, (bs,)))
