@@ -111,7 +111,7 @@ class GraphbufBackend:
             )
         check_op_names("splitting_ops", self.config.splitting_ops)
         check_op_names("rowwise_ops", self.config.rowwise_ops)
-        if _needs_grad(example_inputs):
+        if _needs_grad(gm, example_inputs):
             return self._ordinary_compile(gm, example_inputs)
         try:
             return self._compile(gm, example_inputs).run
@@ -127,7 +127,12 @@ class GraphbufBackend:
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> ServedGraph:
         config = self.config
         started = time.perf_counter()
-        inputs = classify_inputs(gm, scope=compat.frame_locals(), declaration_of=declaration_of)
+        inputs = classify_inputs(
+            gm,
+            examples=example_inputs,
+            scope=compat.frame_locals(),
+            declaration_of=declaration_of,
+        )
         if config.dynamic_batch:
             _trace_with_dynamic_batch(inputs, example_inputs)
         engine = _pick_engine(config, inputs)
@@ -167,6 +172,7 @@ class GraphbufBackend:
                 device=_device_of(inputs),
             )
             lifted = _lift(pipeline, outer, slots, axes, inputs)
+        pairs = _written_pairs(inputs, trace)
         facts = GraphFacts(
             name=_name_of(gm),
             inputs=tuple(inputs),
@@ -178,7 +184,14 @@ class GraphbufBackend:
             mutated=frozenset(i.index for i in inputs if i.name in _mutated_names(trace)),
             aliased=frozenset(i.index for i in inputs if i.name in _aliased_names(trace)),
             written=gm,
-            separate=_separate_inputs(inputs, trace),
+            separate=tuple(
+                (a.index, b.index) for a, b in pairs if not _share_storage((a, b), trace)
+            ),
+            overlapping=tuple(
+                (a.index, b.index, _distance(example_inputs[a.index], example_inputs[b.index]))
+                for a, b in pairs
+                if _share_storage((a, b), trace)
+            ),
             decider=_decider(
                 config=config,
                 engine=engine,
@@ -255,10 +268,12 @@ def graphbuf(
 # -- the steps -------------------------------------------------------------------------------------
 
 
-def _needs_grad(example_inputs: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(value, Tensor) and value.requires_grad for value in example_inputs
-    )
+def _needs_grad(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether a call records gradients, at its start or in an ``enable_grad`` block inside."""
+    if not any(isinstance(value, Tensor) and value.requires_grad for value in example_inputs):
+        return False
+    switches = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    return torch.is_grad_enabled() or any(node.args[0] is True for node in switches)
 
 
 def _trace_with_dynamic_batch(inputs: Sequence[GraphInput], example_inputs: Sequence[Any]) -> None:
@@ -369,24 +384,33 @@ def _plan_padding(
     return first
 
 
-def _separate_inputs(inputs: Sequence[GraphInput], trace: AtenTrace) -> tuple[tuple[int, int], ...]:
-    """Pairs of a written input and another that were traced as two storages.
+def _written_pairs(
+    inputs: Sequence[GraphInput], trace: AtenTrace
+) -> list[tuple[GraphInput, GraphInput]]:
+    """A written input and another, each pair once.
 
-    The compiler took them to be apart. Parameters and buffers are not looked at again at each
-    call: their memory is laid out once.
+    Parameters and buffers are not looked at again at each call: their memory is laid out once.
     """
     tensors = [i for i in inputs if isinstance(i.value, Tensor) and not i.is_wrapped_number]
     mutated = _mutated_names(trace)
-    return tuple(
-        (written.index, other.index)
+    return [
+        (written, other)
         for written in tensors
         for other in tensors
         if written.name in mutated
         and other is not written
         and (written.kind is not InputKind.WEIGHT or other.kind is not InputKind.WEIGHT)
-        and not trace.storages[written.node] & trace.storages[other.node]
         and (other.name not in mutated or written.index < other.index)
-    )
+    ]
+
+
+def _share_storage(pair: tuple[GraphInput, GraphInput], trace: AtenTrace) -> bool:
+    return bool(trace.storages[pair[0].node] & trace.storages[pair[1].node])
+
+
+def _distance(a: Tensor, b: Tensor) -> int:
+    """Bytes from ``b`` to ``a``."""
+    return a.data_ptr() - b.data_ptr()
 
 
 def _wants_padding(config: GraphbufConfig, engine: Engine, axes: AxisPlan) -> bool:

@@ -49,11 +49,10 @@ def declare_batch(
     no live row through the custom operators that stay outside the compiled pieces: those that
     write their arguments, and those named in ``splitting_ops``. They mask by lengths, and write
     padded rows to a scratch row. Other custom operators are vouched for in ``rowwise_ops``; what
-    PyTorch's own operators do is proven. ``shape_fn`` is given the largest capture sizes, and a
-    ``source_fn`` or ``post_fill`` a batch with the fields that the model reads.
+    PyTorch's own operators do is proven. ``shape_fn`` is given the largest capture sizes.
 
     Raises SlotDefinitionError for a name that the type does not have, two slots of one name, an
-    unknown axis, or dotted names.
+    unknown axis, a computed slot, or dotted names.
     """
     if not isinstance(batch_type, type):
         raise SlotDefinitionError(
@@ -77,6 +76,11 @@ def declare_batch(
                     f"slot {slot.name!r} is on axis {axis!r}; a declared field follows "
                     f"{', '.join(_AXES)} or none"
                 )
+        if slot.source_fn is not None or slot.post_fill is not None or slot.is_computed:
+            raise SlotDefinitionError(
+                f"slot {slot.name!r} is computed (source_fn, post_fill or copy_from_fb=False); a "
+                "call that is not padded uses no slots, so compute the field in the batch"
+            )
         if slot.is_dotted:
             raise SlotDefinitionError(
                 f"slot {slot.name!r} has a dot in its name; a declared slot is named after a field"

@@ -48,6 +48,7 @@ class CapturedProgram:
     capture_seconds: float = 0.0
     num_rows: int = 0
     num_padded_rows: int = 0
+    num_moves: int = 0  # re-captures because an input that cannot be staged moved
     is_checked: bool = False  # with a tail, by check_padding
     refused_whole: str | None = None  # why it was captured in smaller segments than asked for
     _replay: Replay | None = None

@@ -40,6 +40,7 @@ __all__ = ["GraphFacts", "ServedGraph"]
 log = logging.getLogger(__name__)
 
 MAX_CALL_PLANS = 4096
+MAX_REFUSED_KEYS = 8  # after so many that cannot be recorded, no more are tried
 
 
 class _Step:
@@ -80,6 +81,7 @@ class GraphFacts:
     aliased: frozenset[int]  # indices of inputs of which an output is a view
     written: fx.GraphModule  # the graph as it was traced, one operator after the other
     separate: tuple[tuple[int, int], ...]  # a written input and another, of two storages
+    overlapping: tuple[tuple[int, int, int], ...]  # the same of one storage: bytes between them
     decider: Decider
 
 
@@ -112,7 +114,7 @@ class ServedGraph:
             if not isinstance(i.value, Tensor) or i.is_wrapped_number
         )
         self._segmented: dict[tuple[fx.GraphModule, frozenset[str]], Segmented] = {}
-        self._num_moves = 0  # of inputs that cannot be staged
+        self._refused: Refusal | None = None  # once several keys could not be recorded
         self._moving: set[int] = set()  # tensor inputs that were seen at two addresses
         padded = facts.slots.input_indices if facts.slots is not None else frozenset()
         tensors = [i.index for i in facts.inputs if isinstance(i.value, Tensor)]
@@ -157,6 +159,15 @@ class ServedGraph:
                 FallbackReason.NESTED_CALL,
                 "an operator of a running step called a compiled function; call it between steps",
             )
+        if self._refused is not None:
+            return self._refused
+        for written, other, distance in self.facts.overlapping:
+            if args[written].data_ptr() - args[other].data_ptr() != distance:
+                return Refusal(
+                    FallbackReason.ALIASED_INPUTS,
+                    f"{self.facts.inputs[written].source} is written and lies at another distance "
+                    f"from {self.facts.inputs[other].source} than when it was traced; pass copies",
+                )
         for written, other in self.facts.separate:
             if _shares_memory(args[written], args[other]):
                 return Refusal(
@@ -403,7 +414,8 @@ class ServedGraph:
         """A graph that cannot be recorded runs as written from now on, unless it already wrote."""
         self.programs.pop(key, None)
         cause = error.__cause__
-        if not self._restorable(state):
+        nothing_ran = error.reason is FallbackReason.NOTHING_TO_CAPTURE
+        if not nothing_ran and not self._restorable(state):
             if cause is not None and not isinstance(cause, GraphbufError):
                 raise cause  # the caller's own error, as plain eager would have raised it
             raise error
@@ -411,8 +423,12 @@ class ServedGraph:
         results: Sequence[Any] = self.facts.outer.forward(*args)  # raises the caller's own error
         refusal = Refusal(error.reason, str(error))
         self._given_up[key] = refusal
+        if len(self._given_up) >= MAX_REFUSED_KEYS:
+            self._refused = refusal
         self._plans.clear()
         self.counts.uncaptured += 1
+        if plan.reason is not None:
+            self.counts.fallbacks[plan.reason] -= 1  # counted for this call; the later one counts
         self._count_fallback(_without_program(plan, refusal))
         return results
 
@@ -425,14 +441,14 @@ class ServedGraph:
         if graph_input.kind is not InputKind.WEIGHT and may_be_staged:
             self._moving.add(moved)  # staged from now on, so it cannot come here again
         else:
-            self._num_moves += 1
+            self.programs[key].num_moves += 1
         program = self.programs[key]
         program.reset()
         self.counts.recaptures += 1
-        if self._num_moves > self.config.max_recaptures:
+        if program.num_moves > self.config.max_recaptures:
             refusal = Refusal(
                 FallbackReason.ADDRESS_CHANGED,
-                f"inputs such as {graph_input.source} came from new addresses {self._num_moves} "
+                f"inputs such as {graph_input.source} came from new addresses {program.num_moves} "
                 "times; keep it in one tensor and update it in place, or raise max_recaptures",
             )
             self._given_up[key] = refusal
@@ -457,6 +473,7 @@ class ServedGraph:
                 program.reset()
             self.programs.clear()
             self._given_up.clear()
+            self._refused = None
             self._plans.clear()
 
 

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_backend.errors import SlotDefinitionError
 from compile_backend.passes.axes import Axis, PaddedInput
-from compile_backend.passes.classify import InputKind
+from compile_backend.passes.classify import InputKind, slot_axes
 from compile_backend.passes.lift_inputs import SlotSource
 from compile_backend.registry.registry import CudaGraphBufferRegistry, SlotFact
 from compile_backend.registry.slot import GraphSlot, PaddingPolicy
@@ -95,20 +94,13 @@ class GraphSlots:
                 **{str(i.input.field): args[i.input.index] for i in self._declared}
             )
             live, full = self._registry_sizes(raw), self._registry_sizes(padded)
-            try:
-                self.declared.fill_from(
-                    batch,
-                    raw_bs=live["bs"],
-                    padded_bs=full["bs"],
-                    raw_num_tokens=live["tokens"],
-                    padded_num_tokens=full["tokens"],
-                )
-            except AttributeError as error:
-                raise SlotDefinitionError(
-                    f"a source_fn or post_fill of the declared slots failed ({error}): in a "
-                    f"compiled graph it is given the fields that the model reads, here "
-                    f"{', '.join(sorted(vars(batch)))}; use these only, or let the model read more"
-                ) from error
+            self.declared.fill_from(
+                batch,
+                raw_bs=live["bs"],
+                padded_bs=full["bs"],
+                raw_num_tokens=live["tokens"],
+                padded_num_tokens=full["tokens"],
+            )
         if self._derived:
             values = {_slot_name(i): args[i.input.index] for i in self._derived}
             self.derived.fill_tensors(values, raw=raw, padded=padded)
@@ -145,14 +137,10 @@ class GraphSlots:
         """Sizes of the axes ``bs`` and ``tokens`` that this graph has at a fixed size."""
         fixed = {"bs": 0, "tokens": 0}
         for padded in self._declared:
-            assert padded.input.declaration is not None
-            slot = padded.input.declaration.slots[str(padded.input.field)]
-            names = slot.axis if isinstance(slot.axis, tuple) else [slot.axis]
-            for dim, (axis, size) in enumerate(
-                zip(padded.axes, padded.input.value.shape, strict=True)
-            ):
-                name = names[dim] if isinstance(slot.axis, tuple) and dim < len(names) else names[0]
-                if axis is None and name in fixed and dim == 0:
+            declared = slot_axes(_slot_of(padded), len(padded.axes))
+            sizes = zip(declared, padded.axes, padded.input.value.shape, strict=True)
+            for name, axis, size in sizes:
+                if axis is None and name in fixed:
                     fixed[name] = max(fixed[name], int(size))  # tracing has fixed it
         return fixed
 
@@ -183,17 +171,21 @@ def _declared_slot(padded: PaddedInput) -> GraphSlot:
     The pieces were compiled for the strides of the traced, contiguous argument, so a view that
     follows an inner dimension is a reshape of the flat buffer here.
     """
-    assert padded.input.declaration is not None
-    slot: GraphSlot = padded.input.declaration.slots[str(padded.input.field)]
-    axis = slot.axis
-    if padded.dims and set(padded.dims) != {0} and not isinstance(axis, tuple):
-        axis = tuple(axis if dim in padded.dims else None for dim in range(len(padded.axes)))
+    slot = _slot_of(padded)
     return dataclasses.replace(
         slot,
         dtype=padded.input.value.dtype,
-        axis=axis,
+        axis=tuple(slot_axes(slot, len(padded.axes))),
         slice_fn=None,
     )
+
+
+def _slot_of(padded: PaddedInput) -> GraphSlot:
+    declaration, field = padded.input.declaration, padded.input.field
+    assert declaration is not None
+    assert field is not None
+    slot: GraphSlot = declaration.slots[field]
+    return slot
 
 
 def _derived_slot(padded: PaddedInput, largest: Mapping[str, int]) -> GraphSlot:

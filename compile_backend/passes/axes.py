@@ -133,6 +133,12 @@ def _declared_twice(inputs: Sequence[GraphInput]) -> Refusal | None:
     fields: dict[str, GraphInput] = {}
     for graph_input in inputs:
         if graph_input.kind is InputKind.BATCH_FIELD and graph_input.field is not None:
+            if graph_input.also:
+                return Refusal(
+                    FallbackReason.PADDING_UNSAFE,
+                    f"the declared fields {', '.join((graph_input.field, *graph_input.also))} hold "
+                    "one tensor, which cannot be padded in two ways; pass copies",
+                )
             first = fields.setdefault(graph_input.field, graph_input)
             if first is not graph_input:
                 return Refusal(

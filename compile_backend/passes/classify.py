@@ -6,7 +6,8 @@ same name, and a cache hung on a batch looks like a field of it, so names are ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -57,6 +58,7 @@ class GraphInput:
     source: str  # for messages
     value: Any
     field: str | None = None  # of the declared batch
+    also: tuple[str, ...] = ()  # other declared fields that hold this very tensor
     declaration: Declaration | None = None
 
     @property
@@ -80,18 +82,69 @@ class GraphInput:
 def classify_inputs(
     gm: fx.GraphModule,
     *,
+    examples: Sequence[Any],
     scope: Mapping[str, Any],
     declaration_of: Callable[[type], Declaration | None],
 ) -> list[GraphInput]:
     """The inputs of a Dynamo graph, in order.
 
-    ``scope`` holds the local variables of the traced frame; ``declaration_of`` finds the
-    declaration of a batch type. Raises AssertionError for a graph that Dynamo did not make.
+    ``examples`` are the real inputs, ``scope`` the local variables of the traced frame;
+    ``declaration_of`` finds the declaration of a batch type. Dynamo passes a tensor that it meets
+    twice as one input under its first source, so declared fields are also found by identity.
+    Raises AssertionError for a graph that Dynamo did not make.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    return [
+    found = [
         _classify(index, node, scope, declaration_of) for index, node in enumerate(placeholders)
     ]
+    holders = _declared_holders(placeholders, scope, declaration_of)
+    return [_with_fields(graph_input, examples, holders) for graph_input in found]
+
+
+def _declared_holders(
+    placeholders: Sequence[fx.Node],
+    scope: Mapping[str, Any],
+    declaration_of: Callable[[type], Declaration | None],
+) -> dict[int, list[tuple[Declaration, str]]]:
+    """By id of the tensor: the slotted fields of the declared batches in sight that hold it."""
+    owners = {id(value): value for value in scope.values()}
+    for node in placeholders:
+        attribute = compat.attribute_of(node.meta["grapharg"].source)
+        if attribute is not None:
+            owner = compat.resolve_source(attribute[0], scope)
+            owners[id(owner)] = owner
+    holders: dict[int, list[tuple[Declaration, str]]] = {}
+    for owner in owners.values():
+        declaration = declaration_of(type(owner))
+        for name in () if declaration is None else declaration.slots:
+            value = getattr(owner, name, None)
+            if declaration is not None and isinstance(value, Tensor):
+                holders.setdefault(id(value), []).append((declaration, name))
+    return holders
+
+
+def _with_fields(
+    graph_input: GraphInput,
+    examples: Sequence[Any],
+    holders: Mapping[int, list[tuple[Declaration, str]]],
+) -> GraphInput:
+    if graph_input.kind not in (InputKind.TENSOR, InputKind.BATCH_FIELD):
+        return graph_input
+    fields = [
+        (declaration, name)
+        for declaration, name in holders.get(id(examples[graph_input.index]), [])
+        if _has_slot(declaration, name)
+    ]
+    if not fields:
+        return graph_input
+    declaration, name = fields[0]
+    return dataclasses.replace(
+        graph_input,
+        kind=InputKind.BATCH_FIELD,
+        declaration=declaration,
+        field=name,
+        also=tuple(other for _, other in fields[1:]),
+    )
 
 
 def _classify(

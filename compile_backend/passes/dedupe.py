@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from compile_backend.passes.aten_trace import op_name, storage_of
@@ -120,7 +119,9 @@ class _Description:
     def _tensor(self, tensor: Tensor) -> Hashable:
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             return _Same(tensor)
-        place = tensor.storage_offset() if self._whole_offsets else _alignment(tensor)
+        place: Any = tensor.storage_offset()
+        if not self._whole_offsets:
+            place = place * tensor.element_size() % ALIGNMENT_BYTES
         return (
             type(tensor),
             self._value((tensor.shape, tensor.stride(), place, tensor.dtype, tensor.device)),
@@ -150,8 +151,7 @@ class _Description:
             inputs.append(
                 (
                     number["tensor", id(tensor)],
-                    number["fake storage", storage_of(tensor)],
-                    tuple(number["storage", storage] for storage in sorted(storages)),
+                    number["storage", storage_of(tensor)],
                     bool(storages & writes),
                 )
             )
@@ -179,12 +179,6 @@ def _constant(value: Any, *, inside: Callable[[Any], Hashable]) -> Hashable:
     if isinstance(value, _TORCH_CONSTANTS):
         return (type(value), value)
     return _Same(value)
-
-
-def _alignment(tensor: Tensor) -> int | SymInt:
-    """Bytes from an aligned address to where a tensor starts in its storage."""
-    misaligned = tensor.storage_offset() * tensor.element_size() % ALIGNMENT_BYTES
-    return 0 if statically_known_true(misaligned == 0) else misaligned
 
 
 def _asks_for_offsets(gm: fx.GraphModule) -> bool:

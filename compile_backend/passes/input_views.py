@@ -44,24 +44,17 @@ def varying_views(trace: AtenTrace, piece_of: Mapping[fx.Node, int]) -> set[fx.N
     part, or of which only one piece takes any, is left alone: a compiler does better with it.
     """
     uses: defaultdict[fx.Node, _Uses] = defaultdict(_Uses)
-    found: dict[fx.Node, tuple[fx.Node, Hashable]] = {}  # view -> its input, its place in it
-    reshaped = reshaped_storages(trace)
+    input_of: dict[fx.Node, fx.Node] = {}
     for node in trace.gm.graph.nodes:
         if node not in piece_of or not _selects_a_part(trace, node):
             continue
         source, *indices = node.all_input_nodes
-        if any(index.op != "placeholder" for index in indices):
+        root = source if source.op in ("placeholder", "get_attr") else input_of.get(source)
+        if root is None or any(index.op != "placeholder" for index in indices):
             continue
-        is_input = source.op in ("placeholder", "get_attr")
-        if not is_input and source not in found:
-            continue
-        root, outer_place = (source, None) if is_input else found[source]
-        if trace.storages.get(root, frozenset()) & reshaped:
-            continue
-        place = (outer_place, _place(trace, node))
-        found[node] = (root, place)
+        input_of[node] = root
         uses[root].views.append(node)
-        uses[root].places[piece_of[node]].append(place)
+        uses[root].places[piece_of[node]].append(_place(trace, node))
     return {view for use in uses.values() if use.vary for view in use.views}
 
 

@@ -14,9 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import SymBool, SymFloat, SymInt, Tensor, fx
 
-__all__ = ["Group", "module_attribute", "partition", "value_of"]
+__all__ = ["Group", "may_cross", "module_attribute", "partition", "value_of"]
 
 _KEPT_META = ("example_value", "val", "stack_trace", "storages")  # of what a submodule reads
 
@@ -32,6 +32,11 @@ class Group:
 def value_of(node: fx.Node) -> Any:
     """The fake value that tracing left on a node (tensor, SymInt, number or a tree of them)."""
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def may_cross(value: Any) -> bool:
+    """Whether a value can be an input or output of a submodule (None: nothing reads it)."""
+    return value is None or isinstance(value, (Tensor, SymInt, SymFloat, SymBool, bool, int, float))
 
 
 def partition(

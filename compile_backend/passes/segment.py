@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from compile_backend.passes.partition import Group, partition
+from compile_backend.passes.partition import Group, may_cross, partition, value_of
 
 __all__ = ["Segmented", "segment"]
 
@@ -31,14 +31,18 @@ class Segmented:
 def segment(outer: fx.GraphModule, left_out: Collection[str]) -> Segmented:
     """Cut ``outer`` at the break ops named ``left_out``; runs without a piece stay uncaptured.
 
-    A region of changed global state that was found to hold a break op is left out as a whole. Slot
-    reads are copied into each segment that uses them: their views are fixed.
+    What a left-out operator returns is copied to a segment that reads it, tensor by tensor, so
+    views and writes of such a storage stay outside, on the real one. A region of changed global
+    state that was found to hold a break op is left out as a whole. Slot reads are copied into each
+    segment that uses them: their views are fixed.
     """
     slot_reads = [
         node
         for node in outer.graph.find_nodes(op="call_module")
         if str(node.target).startswith("slots.")
     ]
+    written = frozenset().union(*(node.meta.get("writes", ()) for node in outer.graph.nodes))
+    foreign: set[int] = set()  # written storages that an operator between segments made
     runs: list[tuple[bool, list[fx.Node]]] = []
     outside: set[fx.Node] = set()
     for node in outer.graph.nodes:
@@ -49,9 +53,12 @@ def segment(outer: fx.GraphModule, left_out: Collection[str]) -> Segmented:
             node.meta.get("cut") in left_out
             or node.meta.get("in_cut_region", False)
             or (unpacks and node.target.__name__ == "getitem")
+            or (node.op != "call_module" and _touches(node, foreign))
+            or not may_cross(value_of(node))
         )
         if is_outside:
             outside.add(node)
+            foreign |= set(node.meta.get("storages", ())) & written
         if runs and runs[-1][0] == (not is_outside):
             runs[-1][1].append(node)
         else:
@@ -63,6 +70,14 @@ def segment(outer: fx.GraphModule, left_out: Collection[str]) -> Segmented:
         groups.append(Group(name, tuple(nodes)))
     gm = partition(outer, groups, copied_into_users=slot_reads)
     return Segmented(gm=gm, mutated_inputs=_mutated_inputs(gm))
+
+
+def _touches(node: fx.Node, storages: set[int]) -> bool:
+    """Whether an argument lies in one of these storages, so that a copy of it would not do."""
+    return any(
+        argument.op != "placeholder" and not storages.isdisjoint(argument.meta.get("storages", ()))
+        for argument in node.all_input_nodes
+    )
 
 
 def _mutated_inputs(gm: fx.GraphModule) -> dict[str, frozenset[int]]:

@@ -15,10 +15,9 @@ import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import SymBool, SymFloat, SymInt, Tensor, fx
+from torch import Tensor, fx
 
 from compile_backend.errors import ConfigError, FallbackReason
 from compile_backend.passes.aten_trace import (
@@ -29,7 +28,7 @@ from compile_backend.passes.aten_trace import (
 )
 from compile_backend.passes.capturability import CaptureObstacle
 from compile_backend.passes.input_views import reshaped_storages, varying_views
-from compile_backend.passes.partition import Group, partition, value_of
+from compile_backend.passes.partition import Group, may_cross, partition, value_of
 
 __all__ = ["Cut", "SplitPlan", "check_op_names", "plan_split", "split"]
 
@@ -284,16 +283,24 @@ class _Planner:
         return changed
 
     def _loosen_trees(self) -> bool:
-        """A tuple or Size cannot cross the edge of a piece: what makes it stays outside."""
+        """A tuple or Size cannot cross the edge of a piece: what makes it stays outside, and so
+        does what reads one that was made outside."""
         run_ids = self._run_ids()
-        changed = False
+        fresh: set[fx.Node] = set()
         for node in self._nodes:
-            if node in self._loose or node in self._breaks or _may_cross(value_of(node)):
+            if node in self._loose or node in self._breaks:
                 continue
-            if any(run_ids.get(user, -1) != run_ids[node] for user in node.users):
-                self._loose.add(node)
-                changed = True
-        return changed
+            makes_one = not may_cross(value_of(node)) and any(
+                run_ids.get(user, -1) != run_ids[node] for user in node.users
+            )
+            reads_one = any(
+                argument in self._loose | self._breaks and not may_cross(value_of(argument))
+                for argument in node.all_input_nodes
+            )
+            if makes_one or reads_one:
+                fresh.add(node)
+        self._loose |= fresh
+        return bool(fresh)
 
     def _loosen_varying_views(self) -> None:
         piece_of = {n: k for n, k in self._run_ids().items() if n not in self._loose | self._breaks}
@@ -343,8 +350,3 @@ def _aliases_by_storage(trace: AtenTrace) -> Mapping[int, list[fx.Node]]:
                 aliases[storage].append(node)
             made.add(storage)
     return aliases
-
-
-def _may_cross(value: Any) -> bool:
-    """Whether a value can be an input or output of a piece (None: nothing reads it)."""
-    return value is None or isinstance(value, (Tensor, SymInt, SymFloat, SymBool, bool, int, float))

@@ -277,6 +277,76 @@ def test_a_slot_that_cannot_hold_its_field_is_refused(wrong, message):
         run(step(5, None))
 
 
+@dataclass
+class Loads:
+    ids: Tensor
+    loc: Tensor
+
+
+class Stores(nn.Module):
+    """Padded rows must be written where the slot of ``loc`` says, to the last row."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, 4), requires_grad=False)
+        self.register_buffer("cache", torch.zeros(16, 4))
+
+    def forward(self, loc, batch):
+        h = self.table[batch.ids] * 2
+        ops.store(h, self.cache, batch.loc if loc is None else loc)
+        return h + batch.loc[:, None]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("shared", ["two fields", "a field and an argument", "none"])
+def test_one_tensor_in_two_places_keeps_the_policy_of_its_field(engine, shared):
+    declare_batch(
+        Loads,
+        [
+            slot("ids", PaddingPolicy.ZERO),
+            slot("loc", PaddingPolicy.FILL_SENTINEL, pad_value=15),
+        ],
+    )
+    model, reference = Stores(), Stores()
+    reference.load_state_dict(model.state_dict())
+    run = compiled(model, {"compiler": "aot_eager", "engine": engine})
+    with torch.inference_mode():
+        for n in (5, 3, 7, 5, 3):
+            loc = 1 + torch.randperm(14)[:n]
+            ids = loc if shared == "two fields" else torch.randint(0, 16, (n,))
+            argument = loc if shared == "a field and an argument" else None
+            batch = Loads(ids, loc)
+            torch.testing.assert_close(run(argument, batch), reference(argument, batch))
+            torch.testing.assert_close(model.cache[:15], reference.cache[:15])
+    if shared == "two fields":
+        assert set(explain(run).fallbacks) == {FallbackReason.PADDING_UNSAFE}
+    else:
+        assert not explain(run).fallbacks
+
+
+@dataclass
+class Prefill:
+    ids: Tensor  # [tokens]
+    info: Tensor  # [4, requests]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_inner_axis_of_one(engine):
+    declare_batch(
+        Prefill,
+        [
+            slot("ids", PaddingPolicy.ZERO),
+            slot("info", PaddingPolicy.ZERO, "bs", dtype=torch.float32, shape=lambda b, t: (4, b)),
+        ],
+    )
+    run = compiled(lambda b: (b.ids * 2, b.info * 3), {"compiler": "aot_eager", "engine": engine})
+    with torch.inference_mode():
+        for tokens, bs in ((7, 1), (5, 1), (7, 3), (1, 3), (6, 2), (1, 1), (7, 1)):
+            batch = Prefill(torch.randint(0, 9, (tokens,)), torch.randn(4, bs))
+            got = run(batch)
+            torch.testing.assert_close(got, (batch.ids * 2, batch.info * 3))
+
+
 def test_without_its_break_op_declared_rows_must_be_proven():
     class Sums(nn.Module):
         def forward(self, batch: Step):
@@ -337,8 +407,11 @@ def test_bad_declarations_are_refused():
         declare_batch(Step, [], size_fields={"batch_size": "rows"})
     with pytest.raises(SlotDefinitionError, match="no size field"):
         declare_batch(Step, [], size_fields={"bs": "bs"})
-    with pytest.raises(SlotDefinitionError, match="axis 'rows'.*bs, tokens"):
+    with pytest.raises(SlotDefinitionError, match=r"axis 'rows'.*bs, tokens"):
         declare_batch(Step, [slot("positions", PaddingPolicy.ZERO, "rows")])
+    computed = GraphSlot("positions", lambda b, t: (t,), torch.int64, post_fill=lambda *_: None)
+    with pytest.raises(SlotDefinitionError, match="is computed"):
+        declare_batch(Step, [computed])
     with pytest.raises(SlotDefinitionError, match="pass the batch's class"):
         declare_batch("Step", [])
     with pytest.raises(SlotDefinitionError, match="list of GraphSlot"):

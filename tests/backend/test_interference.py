@@ -171,6 +171,96 @@ def test_arguments_that_come_to_share_memory_later(setting):
     assert explain(run).fallbacks[FallbackReason.ALIASED_INPUTS] == 3
 
 
+def test_arguments_that_overlap_at_another_distance_later(setting):
+    def fn(y, x):
+        x.add_(1)
+        return y * 2
+
+    run = compiled(fn, setting)
+    with torch.inference_mode():
+        for start in (0, 1, 2, 0):
+            mine = torch.randn(40, 3)
+            theirs = mine.clone()
+            got = run(mine[start : start + 5], mine[:7])
+            torch.testing.assert_close(got, fn(theirs[start : start + 5], theirs[:7]))
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_a_block_that_records_gradients_inside_the_model(setting):
+    linear = nn.Linear(4, 4)
+
+    def fn(x):
+        with torch.enable_grad():
+            return linear(x) * 2
+
+    run = compiled(fn, setting)
+    with torch.no_grad():
+        for n in SIZES:
+            x = torch.randn(n, 4)
+            got = run(x)
+            torch.testing.assert_close(got, fn(x))
+            assert got.requires_grad
+    assert set(explain(run).fallbacks) == {FallbackReason.GRAD_ENABLED}
+
+
+@pytest.mark.parametrize("engine", ["host", "host_strict"])
+def test_a_graph_that_only_writes_and_has_nothing_to_capture(engine):
+    def fn(x):
+        ops.bump(x)
+        return ops.opaque(x)
+
+    options = {"compiler": "eager", "engine": engine, "cudagraph_mode": "PIECEWISE"}
+    run = compiled(fn, vouched(options, "opaque"))
+    with torch.inference_mode():
+        for n in SIZES:
+            x = torch.zeros(n, 4)
+            assert run(x).eq(2).all()
+            assert x.eq(1).all()
+    assert explain(run).fallbacks == {FallbackReason.NOTHING_TO_CAPTURE: len(SIZES)}
+
+
+def test_keys_that_cannot_be_recorded_are_not_tried_for_ever():
+    weight = torch.randn(16, 4)
+    calls = []
+
+    def fn(x, a):
+        return ops.attend_short(x * a, weight, (x[:, 0] > 0).long() + 3) * a
+
+    options = {
+        "compiler": "eager",
+        "engine": "host_strict",
+        "cudagraph_mode": "FULL",
+        "splitting_ops": ["graphbuf_test::attend_short"],
+        "max_exact_captures": 100,
+    }
+    run = compiled(fn, options, dynamic=True)
+    with torch.inference_mode():
+        for n in range(2, 32):
+            ops.calls.clear()
+            x = torch.randn(n, 4)
+            run(x, 0.5)
+            calls.append(len(ops.calls))
+    assert calls[:8] == [2] * 8  # the refused capture, and the call
+    assert calls[8:] == [1] * 22
+    assert explain(run).fallbacks == {FallbackReason.HOST_READ: 30}
+
+
+def test_one_swap_of_a_weight_costs_each_bucket_one_capture():
+    linear = nn.Linear(4, 4)
+    options = {"compiler": "aot_eager", "engine": "host_strict", "max_recaptures": 2}
+    run = compiled(linear, {**options, "cudagraph_capture_sizes": [2, 3, 4, 5, 6, 7, 8]})
+    kept = []
+    for _ in range(3):
+        with torch.inference_mode():
+            for n in range(2, 9):
+                x = torch.randn(n, 4)
+                torch.testing.assert_close(run(x), linear(x))
+        kept.append(linear.weight.data)  # so that no new one takes its address
+        linear.weight.data = torch.randn(4, 4)
+    assert not explain(run).fallbacks
+    assert explain(run).recaptures == 14
+
+
 def test_an_expanded_argument(setting):
     calls = [(torch.randn(n, 3), torch.randn(1, 3).expand(n, 3)) for n in (*SIZES, *SIZES)]
     assert_equal_runs(lambda x, y: x + y, setting, calls)

@@ -8,7 +8,7 @@ from tests import custom_ops as ops
 from tests.backend.conftest import assert_equal_runs, compiled
 
 SIZES = (5, 3, 8, 5, 7, 3, 8)
-SPLIT = ["graphbuf_test::halves", "graphbuf_test::opaque"]
+SPLIT = ["graphbuf_test::halves", "graphbuf_test::opaque", "graphbuf_test::bump"]
 
 
 def rows(width=4):
@@ -78,7 +78,50 @@ def sizes_across_a_break(x):
     return y.reshape(shape[0], 2, -1) + 1
 
 
+def size_of_an_argument_across_a_break(x):
+    shape = x.shape
+    return ops.opaque(x + 1).tanh().reshape(shape) * 2
+
+
+def unpacked_after_a_write(x):
+    values, places = torch.sort(x, -1)
+    shifted = places + 1
+    values.mul_(2)
+    y = ops.opaque(values)
+    values.add_(y)
+    return shifted, values, y
+
+
+def view_of_a_break_ops_result(x):
+    y = ops.opaque(x + 1)
+    z = y.narrow(1, 1, 3)
+    w = z.relu()
+    ops.bump(y)
+    return z * 2 + w
+
+
+def view_of_a_result_written_in_place(x):
+    y = ops.opaque(x + 1)
+    z = y[:, 1:]
+    u = ops.opaque(x)
+    y.mul_(2)
+    return u[:, 1:] * z
+
+
+def returned_view_of_a_result(x):
+    y = ops.opaque(x + 1)
+    z = y.view(-1, 2, 2)
+    w = x.relu()
+    ops.bump(y)
+    return z, w
+
+
 FUNCTIONS = [
+    size_of_an_argument_across_a_break,
+    unpacked_after_a_write,
+    view_of_a_break_ops_result,
+    view_of_a_result_written_in_place,
+    returned_view_of_a_result,
     only_a_break,
     break_first,
     break_last,

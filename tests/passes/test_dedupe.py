@@ -150,8 +150,8 @@ DIFFERENT = {
         x_and(),
     ),
     "a slice": (
-        lambda x: x.mul(2)[:, :2].repeat(1, 2),
-        lambda x: x.mul(2)[:, 2:].repeat(1, 2),
+        lambda x: x.repeat(1, 2)[:, :4] * 2,
+        lambda x: x.repeat(1, 2)[:, 4:] * 2,
         x_and(),
     ),
     "a nested index": (
@@ -219,6 +219,11 @@ EQUAL_SYMBOLS = {
         lambda x, a, b: x * a.sum(0),
         lambda x, a, b: x * b.sum(0),
         x_and(weight(6, 4), weight(6, 4)),
+    ),
+    "of a size that tracing has fixed": (
+        lambda x, w: x @ w,
+        lambda x, w: x @ w,
+        x_and(lambda: nn.Parameter(torch.randn(4, 4))),
     ),
     "of a float": (lambda x, s: x * s, lambda x, s: x * s, x_and(lambda: 0.3)),
     "of an integer": (lambda x, n: x + n, lambda x, n: x + n, x_and(lambda: 7)),
@@ -304,6 +309,7 @@ def with_attribute(attribute: Any, op: str = "get_attr", annotation: Any = None)
 
 with FakeTensorMode():
     FAKE = torch.empty(4)
+    FAKE_ALIAS, OTHER_FAKE = FAKE.view(4), torch.empty(4)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +321,31 @@ def test_attributes_are_compared_by_identity(op, make):
     held = make()
     assert fingerprint(with_attribute(held, op)) == fingerprint(with_attribute(held, op))
     assert fingerprint(with_attribute(held, op)) != fingerprint(with_attribute(make(), op))
+
+
+def test_one_tensor_one_storage_and_two_are_three_kinds_of_input():
+    def piece(first, second):
+        gm = fx.symbolic_trace(lambda x, y: x + y)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        for node, value in zip(placeholders, (first, second), strict=True):
+            node.meta["example_value"] = value
+        return gm
+
+    kinds = [piece(FAKE, FAKE), piece(FAKE, FAKE_ALIAS), piece(FAKE, OTHER_FAKE)]
+    assert len({fingerprint(gm) for gm in kinds}) == 3
+    assert fingerprint(piece(FAKE, FAKE)) == fingerprint(piece(OTHER_FAKE, OTHER_FAKE))
+
+
+def test_it_counts_which_inputs_are_written():
+    def piece(writes):
+        gm = with_attribute(None, "call_module")
+        (x,) = gm.graph.find_nodes(op="placeholder")
+        (call,) = gm.graph.find_nodes(op="call_module")
+        x.meta["storages"], call.meta["writes"] = frozenset({1}), frozenset(writes)
+        return gm
+
+    assert fingerprint(piece({1})) == fingerprint(piece({1, 2}))
+    assert fingerprint(piece({1})) != fingerprint(piece({2}))
 
 
 def test_annotations_for_the_compiler_count():
