@@ -5,18 +5,18 @@ the hand-written calls in one Python function, the FX graph of the same operator
 the host engine with and without its check of input layouts, and the strict engine. The second
 table has a Python custom operator, dispatched and as a replay calls it.
 
-Run: ``python benchmarks/host_replay.py [--rounds N]``.
+Run: ``python -m benchmarks.host_replay [--rounds N]`` from the root of the repository.
 """
 
 import argparse
 from collections.abc import Callable
 
 import torch
-from _timing import compare
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import custom_op
 
+from benchmarks._timing import compare
 from compile_backend.engines import HostEngine, StrictHostEngine
 
 NUM_LAYERS, SIZE = 25, 4

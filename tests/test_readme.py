@@ -38,3 +38,7 @@ def test_the_documents_that_it_links_to_exist():
     root = Path(__file__).parent.parent
     for target in re.findall(r"\]\(((?!http|#)[^)]+)\)", README):
         assert (root / target).exists(), target
+
+
+def test_no_placeholder_is_left():
+    assert not re.findall(r"\b[A-Z]+_[A-Z_]+\b", re.sub(r"`[^`]*`|```.*?```", "", README))
