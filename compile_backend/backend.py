@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from torch import Tensor, fx
 
 from compile_backend import compat
 from compile_backend.call_plan import Decider
-from compile_backend.compilers import compile_piece, compile_whole_graph
+from compile_backend.compilers import compile_whole_graph
 from compile_backend.config import GraphbufConfig
 from compile_backend.declared import declaration_of
-from compile_backend.engines import CompiledPiece, Engine, engine_by_name
+from compile_backend.dynamic_batch import trace_with_dynamic_batch
+from compile_backend.engines import Engine, engine_by_name
 from compile_backend.errors import (
     ConfigError,
     FallbackError,
@@ -40,17 +40,24 @@ from compile_backend.inspect.report import (
 )
 from compile_backend.output_plan import plan_outputs
 from compile_backend.owners import backend_for
+from compile_backend.padding_plan import PaddingPlan, plan_padding
 from compile_backend.passes.aten_trace import AtenTrace, trace_aten
-from compile_backend.passes.axes import AxisPlan, Refusal, num_choices, plan_axes, symbol_of
+from compile_backend.passes.axes import AxisPlan, Refusal, symbol_of
 from compile_backend.passes.capturability import CaptureObstacle, capturability
 from compile_backend.passes.classify import GraphInput, InputKind, classify_inputs
-from compile_backend.passes.dedupe import share_pieces
 from compile_backend.passes.fold_numbers import fold_numbers
+from compile_backend.passes.input_memory import (
+    aliased_names,
+    annotate_storages,
+    distance,
+    mutated_names,
+    share_storage,
+    written_pairs,
+)
 from compile_backend.passes.lift_inputs import lift_inputs
-from compile_backend.passes.padding_safety import prove_padding
-from compile_backend.passes.partition import value_of
 from compile_backend.passes.pipeline import Pipeline
 from compile_backend.passes.split import SplitPlan, check_op_names, plan_split, split
+from compile_backend.pieces import compile_pieces
 from compile_backend.registry.buckets import Buckets, default_capture_sizes
 from compile_backend.served_graph import GraphFacts, ServedGraph
 from compile_backend.slots import GraphSlots
@@ -134,7 +141,7 @@ class GraphbufBackend:
             declaration_of=declaration_of,
         )
         if config.dynamic_batch:
-            _trace_with_dynamic_batch(inputs, example_inputs)
+            trace_with_dynamic_batch(inputs, example_inputs)
         engine = _pick_engine(config, inputs)
         pipeline = Pipeline()
         wrapped = [i.node for i in inputs if i.is_wrapped_number]
@@ -153,14 +160,14 @@ class GraphbufBackend:
             splitting_ops=config.splitting_ops,
             wrapped_numbers=wrapped,
         )
-        padding = _plan_padding(inputs, trace, plan, config, engine)
+        padding = plan_padding(inputs, trace, plan, config, engine)
         axes = padding.axes
         outputs = plan_outputs(trace, {i.node: i.index for i in inputs})
 
-        _annotate_storages(trace)
+        annotate_storages(trace)
         outer = pipeline.run("split", lambda g: split(g, plan), gm, show_as="after split")
         compile_started = time.perf_counter()
-        pieces, num_compiled = _compile_pieces(outer, plan, config)
+        pieces, num_compiled = compile_pieces(outer, plan, config)
         compile_seconds = time.perf_counter() - compile_started
         buckets = _buckets(config, axes)
         slots = lifted = None
@@ -172,7 +179,7 @@ class GraphbufBackend:
                 device=_device_of(inputs),
             )
             lifted = _lift(pipeline, outer, slots, axes, inputs)
-        pairs = _written_pairs(inputs, trace)
+        pairs = written_pairs(inputs, trace)
         facts = GraphFacts(
             name=_name_of(gm),
             inputs=tuple(inputs),
@@ -181,16 +188,16 @@ class GraphbufBackend:
             segment_cuts=_segment_cuts(plan, config),
             slots=slots,
             outputs=outputs,
-            mutated=frozenset(i.index for i in inputs if i.name in _mutated_names(trace)),
-            aliased=frozenset(i.index for i in inputs if i.name in _aliased_names(trace)),
+            mutated=frozenset(i.index for i in inputs if i.name in mutated_names(trace)),
+            aliased=frozenset(i.index for i in inputs if i.name in aliased_names(trace)),
             written=gm,
             separate=tuple(
-                (a.index, b.index) for a, b in pairs if not _share_storage((a, b), trace)
+                (a.index, b.index) for a, b in pairs if not share_storage((a, b), trace)
             ),
             overlapping=tuple(
-                (a.index, b.index, _distance(example_inputs[a.index], example_inputs[b.index]))
+                (a.index, b.index, distance(example_inputs[a.index], example_inputs[b.index]))
                 for a, b in pairs
-                if _share_storage((a, b), trace)
+                if share_storage((a, b), trace)
             ),
             decider=_decider(
                 config=config,
@@ -276,48 +283,6 @@ def _needs_grad(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() or any(node.args[0] is True for node in switches)
 
 
-def _trace_with_dynamic_batch(inputs: Sequence[GraphInput], example_inputs: Sequence[Any]) -> None:
-    """Ask Dynamo for a symbolic batch size where it traced a fixed one. Sizes 0 and 1 stay fixed.
-
-    Without this the first size would get a graph of its own before Dynamo learns that it varies.
-    Of plain arguments only those are marked that agree on the leading size of most of them, or
-    of as many: a table or mask beside the batch keeps its fixed shape.
-    """
-    if not compat.in_dynamo():
-        return
-    declared: list[tuple[Tensor, int]] = []
-    leading: dict[int, list[tuple[Tensor, int]]] = {}
-    for graph_input in inputs:
-        example = example_inputs[graph_input.index]
-        if type(example) is not Tensor or not isinstance(graph_input.value, Tensor):
-            continue
-        dims = graph_input.declared_dims
-        if graph_input.kind is InputKind.TENSOR:
-            dims = [0] if graph_input.value.dim() else []
-        for dim in dims:
-            size = graph_input.value.shape[dim]
-            if not isinstance(size, int) or size < 2 or compat.is_marked(example, dim):
-                continue
-            if graph_input.kind is InputKind.BATCH_FIELD:
-                declared.append((example, dim))
-            elif graph_input.kind is InputKind.TENSOR:
-                leading.setdefault(size, []).append((example, dim))
-    if any(i.kind is InputKind.BATCH_FIELD or _has_symbolic_batch(i) for i in inputs):
-        leading = {}  # it is known what varies: a declared batch says it, or Dynamo has learnt it
-    most = max(map(len, leading.values()), default=0)
-    batch = [pair for pairs in leading.values() if len(pairs) == most for pair in pairs]
-    marked = [*declared, *batch]
-    # Torch cannot trace a storage that arguments of symbolic size share.
-    storages = [tensor.untyped_storage().data_ptr() for tensor, _ in marked if tensor.numel()]
-    if marked and len(set(storages)) == len(storages):
-        compat.restart_with_dynamic_batch(marked)
-
-
-def _has_symbolic_batch(graph_input: GraphInput) -> bool:
-    is_tensor = graph_input.kind is InputKind.TENSOR and graph_input.value.dim() > 0
-    return is_tensor and not isinstance(graph_input.value.shape[0], int)
-
-
 def _pick_engine(config: GraphbufConfig, inputs: Sequence[GraphInput]) -> Engine:
     if not config.captures:
         return engine_by_name("none")
@@ -332,182 +297,6 @@ def _device_of(inputs: Sequence[GraphInput]) -> torch.device:
     ]
     accelerators = [device for device in devices if device.type != "cpu"]
     return (accelerators or devices or [torch.device("cpu")])[0]
-
-
-def _mutated_names(trace: AtenTrace) -> set[str]:
-    return {node.name for node in trace.mutated}
-
-
-def _aliased_names(trace: AtenTrace) -> set[str]:
-    """Inputs of which an output is a view; one that is returned as it is does not count."""
-    return {
-        placeholder.name
-        for output, placeholders in zip(trace.outputs, trace.output_aliases, strict=True)
-        for placeholder in placeholders
-        if trace.values[placeholder] is not output
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Padding:
-    """What is padded: the axes, whether padding is asked for, and what the proof said."""
-
-    axes: AxisPlan
-    asked: bool
-    refusal: Refusal | None = None
-    min_rows: Mapping[str, int] = field(default_factory=dict)
-
-
-def _plan_padding(
-    inputs: Sequence[GraphInput],
-    trace: AtenTrace,
-    plan: SplitPlan,
-    config: GraphbufConfig,
-    engine: Engine,
-) -> _Padding:
-    """Propose axes and prove them. Where two cannot be padded together, the first may be alone;
-    where several sizes could be the batch size, the first that is proven is."""
-    mutated, aliased = _mutated_names(trace), _aliased_names(trace)
-    first: _Padding | None = None
-    for choice in range(num_choices(inputs)):
-        for max_axes in (2, 1):
-            axes = plan_axes(
-                inputs, mutated=mutated, aliased=aliased, max_axes=max_axes, choice=choice
-            )
-            if first is None and not _wants_padding(config, engine, axes):
-                return _Padding(axes=axes, asked=False)
-            padding = _proven(axes, inputs, trace, plan, config)
-            if axes.axes and padding.refusal is None:
-                return padding
-            first = first or padding
-    assert first is not None
-    return first
-
-
-def _written_pairs(
-    inputs: Sequence[GraphInput], trace: AtenTrace
-) -> list[tuple[GraphInput, GraphInput]]:
-    """A written input and another, each pair once.
-
-    Parameters and buffers are not looked at again at each call: their memory is laid out once.
-    """
-    tensors = [i for i in inputs if isinstance(i.value, Tensor) and not i.is_wrapped_number]
-    mutated = _mutated_names(trace)
-    return [
-        (written, other)
-        for written in tensors
-        for other in tensors
-        if written.name in mutated
-        and other is not written
-        and (written.kind is not InputKind.WEIGHT or other.kind is not InputKind.WEIGHT)
-        and (other.name not in mutated or written.index < other.index)
-    ]
-
-
-def _share_storage(pair: tuple[GraphInput, GraphInput], trace: AtenTrace) -> bool:
-    return bool(trace.storages[pair[0].node] & trace.storages[pair[1].node])
-
-
-def _distance(a: Tensor, b: Tensor) -> int:
-    """Bytes from ``b`` to ``a``."""
-    return a.data_ptr() - b.data_ptr()
-
-
-def _wants_padding(config: GraphbufConfig, engine: Engine, axes: AxisPlan) -> bool:
-    """Pad where sizes are declared or given, and on a device. On the host a padded row costs real
-    compute, so plain arguments are captured at their exact sizes there."""
-    if not config.captures or (not axes.axes and axes.refusal is None):
-        return False
-    asked = axes.is_declared or config.cudagraph_capture_sizes is not None
-    return asked or not engine.late_binding
-
-
-def _proven(
-    axes: AxisPlan,
-    inputs: Sequence[GraphInput],
-    trace: AtenTrace,
-    plan: SplitPlan,
-    config: GraphbufConfig,
-) -> _Padding:
-    """The axes with the proof's verdict on them."""
-    if axes.refusal is not None:
-        return _Padding(axes=axes, asked=True, refusal=axes.refusal)
-    if trace.mutated and not axes.is_declared:
-        written = ", ".join(sorted(i.source for i in inputs if i.node in trace.mutated))
-        refusal = Refusal(
-            FallbackReason.MUTATED_INPUT,
-            f"the graph writes {written}, and padded rows would be written too; call .eval() if "
-            "that is a training statistic, or declare the batch (declare_batch) with slots whose "
-            "padded rows write to a scratch row",
-        )
-        return _Padding(axes=axes, asked=True, refusal=refusal)
-    verdict = prove_padding(
-        trace,
-        {padded.input.name: padded.dims for padded in axes.inputs},
-        axes.symbols_by_axis,
-        trusted=[n for n in plan.cuts if trace.custom_ops(n)] if axes.is_declared else [],
-        rowwise_ops=config.rowwise_ops,
-    )
-    if verdict.safe:
-        return _Padding(axes=axes, asked=True, min_rows=verdict.min_rows)
-    assert verdict.reason is not None
-    return _Padding(axes=axes, asked=True, refusal=Refusal(verdict.reason, verdict.message))
-
-
-def _annotate_storages(trace: AtenTrace) -> None:
-    """Note on each node what it lies in and writes; segments need it after the split."""
-    for node, storages in trace.storages.items():
-        node.meta["storages"] = storages
-        node.meta["writes"] = frozenset().union(*(c.writes for c in trace.calls_of(node)))
-
-
-def _compile_pieces(
-    outer: fx.GraphModule, plan: SplitPlan, config: GraphbufConfig
-) -> tuple[tuple[fx.GraphModule, ...], int]:
-    """Put a compiled piece in the place of every piece; equal ones are compiled once.
-
-    Returns the pieces as they were and the number of those that were compiled.
-    """
-    pieces: dict[str, fx.GraphModule] = {}
-    for group in plan.groups:
-        if group.name is not None:
-            piece = outer.get_submodule(group.name)
-            assert isinstance(piece, fx.GraphModule)
-            pieces[group.name] = piece
-    sharing = share_pieces(pieces)
-    compiled: dict[str, Callable[..., Any]] = {}
-    for name, piece in pieces.items():
-        representative = sharing.representatives[name]
-        if representative not in compiled:
-            compiled[representative] = _compile_piece(name, piece, config)
-        setattr(outer, name, PieceModule(CompiledPiece(compiled[representative], name)))
-    return tuple(pieces.values()), sharing.num_compiled
-
-
-def _compile_piece(name: str, piece: fx.GraphModule, config: GraphbufConfig) -> Callable[..., Any]:
-    examples = [value_of(node) for node in piece.graph.find_nodes(op="placeholder")]
-    try:
-        return compile_piece(
-            piece, examples, compiler=config.compiler, inductor_options=config.inductor_options
-        )
-    except Exception as error:
-        if compat.belongs_to_dynamo(error):
-            raise
-        raise PassError(
-            f"{config.compiler} could not compile {name}: {compat.describe(error)}; "
-            "options={'debug_dump_path': ...} shows the piece, {'compiler': 'eager'} does without"
-        ) from error
-
-
-class PieceModule(torch.nn.Module):
-    """A compiled piece in its place in the outer graph."""
-
-    def __init__(self, piece: CompiledPiece) -> None:
-        super().__init__()
-        self._piece = piece
-
-    def forward(self, *args: Any) -> Any:
-        return self._piece(*args)
 
 
 def _buckets(config: GraphbufConfig, axes: AxisPlan) -> list[Buckets]:
@@ -550,7 +339,7 @@ def _decider(
     config: GraphbufConfig,
     engine: Engine,
     inputs: Sequence[GraphInput],
-    padding: _Padding,
+    padding: PaddingPlan,
     buckets: Sequence[Buckets],
     obstacles: Mapping[fx.Node, CaptureObstacle],
     trace: AtenTrace,
@@ -607,7 +396,7 @@ def _never_captured(
 
 def _no_exact(engine: Engine, trace: AtenTrace) -> Refusal | None:
     """Why exact sizes cannot be captured on an engine that bakes addresses."""
-    aliased = _aliased_names(trace)
+    aliased = aliased_names(trace)
     if engine.late_binding or not aliased:
         return None
     return Refusal(

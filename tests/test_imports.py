@@ -31,6 +31,9 @@ ALLOWED: dict[str, set[str]] = {
     "call_plan": {"errors", "output_plan", "passes", "registry"},
     "program": {"errors", "engines", "output_plan", "passes"},
     "padding_check": {"errors", "slots"},
+    "dynamic_batch": {"compat", "passes"},
+    "padding_plan": {"config", "engines", "errors", "passes"},
+    "pieces": BASE | {"compilers", "engines", "passes"},
     "served_graph": BASE
     | {"call_plan", "engines", "output_plan", "padding_check", "passes", "program", "slots"},
     "runners": BASE | {"engines", "registry"},
