@@ -54,7 +54,9 @@ def step(registry, batch, raw, padded):
 
 def allocations(run):
     """Sizes in bytes of the blocks that ``run`` takes from torch's CPU allocator."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    # acc_events: some versions warn, once per process, that events of earlier cycles are dropped
+    options = {"activities": [ProfilerActivity.CPU], "profile_memory": True, "acc_events": True}
+    with profile(**options) as recorded:
         run()
     events = recorded.profiler.kineto_results.events()
     return [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
