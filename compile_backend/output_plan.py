@@ -29,6 +29,7 @@ class _Output:
     fake: Tensor | None = None
     number: Any = None  # symbolic number
     storage: int | None = None
+    same_as: int | None = None  # position of an earlier output that is this very tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,9 @@ class BoundOutputs:
             for group in self.shared:
                 copied.update(self._copy_group(group, results))
         for position, output in enumerate(self.plan.outputs):
-            if output.input_index is not None:
+            if output.same_as is not None:
+                finished[position] = finished[output.same_as]
+            elif output.input_index is not None:
                 finished[position] = args[output.input_index]
             elif position in self.numbers:
                 finished[position] = self.numbers[position]
@@ -157,6 +160,7 @@ def plan_outputs(trace: AtenTrace, input_index: Mapping[fx.Node, int]) -> Output
     (output_node,) = trace.gm.graph.find_nodes(op="output")
     inputs = {id(trace.values[node]): index for node, index in input_index.items()}
     input_storages = frozenset().union(*(trace.storages[node] for node in input_index))
+    seen: dict[int, int] = {}
     outputs: list[_Output] = []
     for node in output_node.args[0]:
         value = trace.values[node] if isinstance(node, fx.Node) else node
@@ -164,7 +168,10 @@ def plan_outputs(trace: AtenTrace, input_index: Mapping[fx.Node, int]) -> Output
             outputs.append(_Output(input_index=inputs[id(value)]))
         elif isinstance(value, Tensor) and storage_of(value) in input_storages:
             outputs.append(_Output(fake=value, is_view_of_input=True))
+        elif isinstance(value, Tensor) and id(value) in seen:
+            outputs.append(_Output(fake=value, same_as=seen[id(value)]))
         elif isinstance(value, Tensor):
+            seen[id(value)] = len(outputs)
             outputs.append(_Output(fake=value, storage=storage_of(value)))
         elif isinstance(value, (SymInt, SymFloat, SymBool)):
             outputs.append(_Output(number=value))

@@ -68,6 +68,22 @@ def test_outputs_that_share_memory_in_eager_share_it_here(setting):
             assert again.data_ptr() == whole.data_ptr()
 
 
+def test_one_tensor_returned_twice_is_one_tensor(setting):
+    def fn(x):
+        y = (x * 2).relu()
+        return y, y.contiguous(), y.detach(), {"again": y}
+
+    run = compiled(fn, setting)
+    with torch.inference_mode():
+        for args in rows(*SIZES):
+            got, want = run(*args), fn(*args)
+            torch.testing.assert_close(got, want)
+            assert want[1] is want[0]
+            assert got[1] is got[0]
+            assert got[3]["again"] is got[0]
+            assert got[2].data_ptr() == got[0].data_ptr()
+
+
 def test_outputs_of_three_steps_survive_the_later_ones(capturing):
     run = compiled(structured, capturing)
     calls = rows(8, 8, 5, 3, 7, 8)
