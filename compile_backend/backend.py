@@ -23,7 +23,7 @@ from compile_backend.compilers import compile_whole_graph
 from compile_backend.config import GraphbufConfig
 from compile_backend.declared import declaration_of
 from compile_backend.dynamic_batch import trace_with_dynamic_batch
-from compile_backend.engines import Engine, engine_by_name
+from compile_backend.engines import Engine, NoEngine, engine_by_name
 from compile_backend.errors import (
     ConfigError,
     FallbackError,
@@ -359,7 +359,7 @@ def _decider(
         axis_of_scalar=[place.get(i.index) for i in scalars],
         is_number=[i.kind is InputKind.NUMBER for i in scalars],
         pads=padding.asked,
-        always=_never_captured(config, inputs, obstacles, trace),
+        always=_never_captured(config, engine, inputs, obstacles, trace),
         no_padding=padding.refusal,
         min_rows=padding.min_rows,
         exact_if_unpadded=_no_exact(engine, trace),
@@ -371,12 +371,18 @@ def _decider(
 
 def _never_captured(
     config: GraphbufConfig,
+    engine: Engine,
     inputs: Sequence[GraphInput],
     obstacles: Mapping[fx.Node, CaptureObstacle],
     trace: AtenTrace,
 ) -> Refusal | None:
     if not config.captures:
         return Refusal(FallbackReason.DISABLED, "capturing is switched off by the options")
+    if engine.name == NoEngine.name:
+        return Refusal(
+            FallbackReason.NO_ENGINE,
+            f"no engine captures on {_device_of(inputs)}; the pieces run uncaptured",
+        )
     for obstacle in obstacles.values():
         if obstacle.reason in _WHOLE_GRAPH_OBSTACLES:
             return Refusal(obstacle.reason, obstacle.message)

@@ -110,6 +110,7 @@ class FallbackReason(Enum):
     """Why a call was not replayed from a captured graph. The value is the text shown to people."""
 
     DISABLED = "capturing is switched off (engine 'none' or cudagraph_mode 'NONE')"
+    NO_ENGINE = "no engine captures on the device of the model"
     GRAD_ENABLED = "gradients are needed: the ordinary compile path runs"
     ABOVE_LARGEST_BUCKET = "the batch is larger than the largest captured size"
     TOO_MANY_SIZES = "more distinct exact sizes than may be captured"

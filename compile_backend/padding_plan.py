@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from compile_backend.config import GraphbufConfig
-from compile_backend.engines import Engine
+from compile_backend.engines import Engine, NoEngine
 from compile_backend.errors import FallbackReason
 from compile_backend.passes.aten_trace import AtenTrace
 from compile_backend.passes.axes import AxisPlan, Refusal, num_choices, plan_axes
@@ -60,7 +60,7 @@ def plan_padding(
 def _wants_padding(config: GraphbufConfig, engine: Engine, axes: AxisPlan) -> bool:
     """Pad where sizes are declared or given, and on a device. On the host a padded row costs real
     compute, so plain arguments are captured at their exact sizes there."""
-    if not config.captures or (not axes.axes and axes.refusal is None):
+    if engine.name == NoEngine.name or (not axes.axes and axes.refusal is None):
         return False
     asked = axes.is_declared or config.cudagraph_capture_sizes is not None
     return asked or not engine.late_binding

@@ -173,6 +173,20 @@ def test_threads_that_share_slots_do_not_mix_their_rows(capturing):
     assert explain(run).calls == 101
 
 
+@pytest.mark.parametrize("sizes", [None, [4, 8]])
+def test_a_device_without_an_engine_counts_no_hits(sizes, caplog):
+    """The meta device stands for any that no engine captures on: shapes are right, nothing runs."""
+    run = compiled(lambda x: x * 2, {"compiler": "aot_eager", "cudagraph_capture_sizes": sizes})
+    with torch.inference_mode():
+        for n in (5, 3, 5):
+            assert run(torch.empty(n, 4, device="meta")).shape == (n, 4)
+    explanation = explain(run)
+    assert explanation.fallbacks == {FallbackReason.NO_ENGINE: 3}
+    assert (explanation.hits, explanation.num_cudagraph_captured) == (0, 0)
+    assert explanation.slot_bytes == 0
+    assert "no engine captures on meta" in caplog.text
+
+
 def test_invalidate_drops_what_was_captured(capturing):
     run = compiled(lambda x: x * 2, capturing)
     x = torch.randn(5, 4)
