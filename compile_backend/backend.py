@@ -19,11 +19,19 @@ from torch import Tensor, fx
 
 from compile_backend import compat
 from compile_backend.call_plan import Decider
+from compile_backend.compiled_graph import (
+    compile_graph,
+    device_of,
+    graph_name,
+    never_captured,
+    pick_engine,
+    segment_cuts,
+)
 from compile_backend.compilers import compile_whole_graph
 from compile_backend.config import GraphbufConfig
 from compile_backend.declared import declaration_of
 from compile_backend.dynamic_batch import trace_with_dynamic_batch
-from compile_backend.engines import Engine, NoEngine, engine_by_name
+from compile_backend.engines import Engine
 from compile_backend.errors import (
     ConfigError,
     FallbackError,
@@ -38,17 +46,14 @@ from compile_backend.inspect.report import (
     TrainingReport,
     recompile_warning,
 )
-from compile_backend.output_plan import plan_outputs
 from compile_backend.owners import backend_for
-from compile_backend.padding_plan import PaddingPlan, plan_padding
-from compile_backend.passes.aten_trace import AtenTrace, trace_aten
+from compile_backend.padding_plan import PaddingPlan
+from compile_backend.passes.aten_trace import AtenTrace
 from compile_backend.passes.axes import AxisPlan, Refusal, symbol_of
-from compile_backend.passes.capturability import CaptureObstacle, capturability
+from compile_backend.passes.capturability import CaptureObstacle
 from compile_backend.passes.classify import GraphInput, InputKind, classify_inputs
-from compile_backend.passes.fold_numbers import fold_numbers
 from compile_backend.passes.input_memory import (
     aliased_names,
-    annotate_storages,
     distance,
     mutated_names,
     share_storage,
@@ -56,8 +61,7 @@ from compile_backend.passes.input_memory import (
 )
 from compile_backend.passes.lift_inputs import lift_inputs
 from compile_backend.passes.pipeline import Pipeline
-from compile_backend.passes.split import SplitPlan, check_op_names, plan_split, split
-from compile_backend.pieces import compile_pieces
+from compile_backend.passes.split import check_op_names
 from compile_backend.registry.buckets import Buckets, default_capture_sizes
 from compile_backend.served_graph import GraphFacts, ServedGraph
 from compile_backend.slots import GraphSlots
@@ -67,10 +71,6 @@ __all__ = ["GraphbufBackend", "graphbuf"]
 log = logging.getLogger(__name__)
 
 DEFAULT_LARGEST_SIZE = 256  # of the default capture sizes, where padding is on and none are given
-
-# An obstacle of these kinds makes later values or shapes depend on data, so no part of the graph
-# can be recorded; around the others, the graph is cut.
-_WHOLE_GRAPH_OBSTACLES = (FallbackReason.HOST_READ, FallbackReason.DATA_DEPENDENT_SHAPE)
 
 
 class GraphbufBackend:
@@ -128,7 +128,7 @@ class GraphbufBackend:
             if compat.belongs_to_dynamo(error):
                 raise
             raise PassError(
-                f"graph {_name_of(gm)} could not be compiled: {compat.describe(error)}"
+                f"graph {graph_name(gm)} could not be compiled: {compat.describe(error)}"
             ) from error
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> ServedGraph:
@@ -142,33 +142,10 @@ class GraphbufBackend:
         )
         if config.dynamic_batch:
             trace_with_dynamic_batch(inputs, example_inputs)
-        engine = _pick_engine(config, inputs)
-        pipeline = Pipeline()
-        wrapped = [i.node for i in inputs if i.is_wrapped_number]
-        gm = pipeline.run(
-            "fold_numbers",
-            lambda g: fold_numbers(g, wrapped_numbers=wrapped),
-            gm,
-            show_as="before split",
-        )
-        trace = trace_aten(gm)
-        obstacles = capturability(trace)
-        plan = plan_split(
-            gm,
-            trace,
-            obstacles,
-            splitting_ops=config.splitting_ops,
-            wrapped_numbers=wrapped,
-        )
-        padding = plan_padding(inputs, trace, plan, config, engine)
+        engine = pick_engine(config, device_of(inputs))
+        graph = compile_graph(gm, inputs, config=config, engine=engine)
+        trace, padding, pipeline = graph.trace, graph.padding, graph.pipeline
         axes = padding.axes
-        outputs = plan_outputs(trace, {i.node: i.index for i in inputs})
-
-        annotate_storages(trace)
-        outer = pipeline.run("split", lambda g: split(g, plan), gm, show_as="after split")
-        compile_started = time.perf_counter()
-        pieces, num_compiled = compile_pieces(outer, plan, config)
-        compile_seconds = time.perf_counter() - compile_started
         buckets = _buckets(config, axes)
         slots = lifted = None
         if padding.asked and padding.refusal is None:
@@ -176,21 +153,21 @@ class GraphbufBackend:
                 axes.inputs,
                 axes.axes,
                 largest={a.name: b.largest for a, b in zip(axes.axes, buckets, strict=True)},
-                device=_device_of(inputs),
+                device=device_of(inputs),
             )
-            lifted = _lift(pipeline, outer, slots, axes, inputs)
+            lifted = _lift(pipeline, graph.outer, slots, axes, inputs)
         pairs = written_pairs(inputs, trace)
         facts = GraphFacts(
-            name=_name_of(gm),
+            name=graph_name(gm),
             inputs=tuple(inputs),
-            outer=outer,
+            outer=graph.outer,
             lifted=lifted,
-            segment_cuts=_segment_cuts(plan, config),
+            segment_cuts=segment_cuts(graph.plan, config),
             slots=slots,
-            outputs=outputs,
+            outputs=graph.outputs,
             mutated=frozenset(i.index for i in inputs if i.name in mutated_names(trace)),
             aliased=frozenset(i.index for i in inputs if i.name in aliased_names(trace)),
-            written=gm,
+            written=graph.written,
             separate=tuple(
                 (a.index, b.index) for a, b in pairs if not share_storage((a, b), trace)
             ),
@@ -205,18 +182,18 @@ class GraphbufBackend:
                 inputs=inputs,
                 padding=padding,
                 buckets=buckets,
-                obstacles=obstacles,
+                obstacles=graph.obstacles,
                 trace=trace,
             ),
         )
         served = ServedGraph(facts, config, engine)
         built = BuildFacts(
             stages=tuple(pipeline.stages),
-            pieces=pieces,
-            num_compiled=num_compiled,
-            cuts=tuple(plan.cuts.values()),
+            pieces=graph.pieces,
+            num_compiled=graph.num_compiled,
+            cuts=tuple(graph.plan.cuts.values()),
             graph_break=compat.graph_break(),
-            compile_seconds=compile_seconds,
+            compile_seconds=graph.compile_seconds,
             total_seconds=time.perf_counter() - started,
         )
         with self._lock:
@@ -237,7 +214,7 @@ class GraphbufBackend:
             compiler=self.config.compiler,
             inductor_options=self.config.inductor_options,
         )
-        report = TrainingReport(name=_name_of(gm))
+        report = TrainingReport(name=graph_name(gm))
         with self._lock:
             self._served.append((weakref.ref(report), None))
         advice = report.advice
@@ -283,22 +260,6 @@ def _needs_grad(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() or any(node.args[0] is True for node in switches)
 
 
-def _pick_engine(config: GraphbufConfig, inputs: Sequence[GraphInput]) -> Engine:
-    if not config.captures:
-        return engine_by_name("none")
-    if config.engine != "auto":
-        return engine_by_name(config.engine)
-    return engine_by_name("host" if _device_of(inputs).type == "cpu" else "none")
-
-
-def _device_of(inputs: Sequence[GraphInput]) -> torch.device:
-    devices = [
-        i.value.device for i in inputs if isinstance(i.value, Tensor) and not i.is_wrapped_number
-    ]
-    accelerators = [device for device in devices if device.type != "cpu"]
-    return (accelerators or devices or [torch.device("cpu")])[0]
-
-
 def _buckets(config: GraphbufConfig, axes: AxisPlan) -> list[Buckets]:
     first = config.cudagraph_capture_sizes or default_capture_sizes(DEFAULT_LARGEST_SIZE)
     second = config.second_axis_capture_sizes or first
@@ -319,19 +280,6 @@ def _lift(
         outer,
         show_as="after lift_inputs",
     )
-
-
-def _segment_cuts(plan: SplitPlan, config: GraphbufConfig) -> tuple[frozenset[str], ...]:
-    """Which operators to leave out of the segments: the mode's choice first, then ever more."""
-    always = frozenset(cut.node_name for cut in plan.cuts.values() if cut.ends_segment)
-    named = always | {c.node_name for c in plan.cuts.values() if c.why == "named in splitting_ops"}
-    every = frozenset(cut.node_name for cut in plan.cuts.values())
-    levels: list[frozenset[str]] = []
-    if config.cudagraph_mode != "PIECEWISE":
-        levels.append(always)
-    if config.cudagraph_mode != "FULL":
-        levels += [named, every] if config.splitting_ops else [every]
-    return tuple(dict.fromkeys(levels))
 
 
 def _decider(
@@ -359,7 +307,7 @@ def _decider(
         axis_of_scalar=[place.get(i.index) for i in scalars],
         is_number=[i.kind is InputKind.NUMBER for i in scalars],
         pads=padding.asked,
-        always=_never_captured(config, engine, inputs, obstacles, trace),
+        always=never_captured(config, engine, inputs, obstacles),
         no_padding=padding.refusal,
         min_rows=padding.min_rows,
         exact_if_unpadded=_no_exact(engine, trace),
@@ -367,37 +315,6 @@ def _decider(
         max_number_values=config.max_number_values,
         failing_guard=failing_guard,
     )
-
-
-def _never_captured(
-    config: GraphbufConfig,
-    engine: Engine,
-    inputs: Sequence[GraphInput],
-    obstacles: Mapping[fx.Node, CaptureObstacle],
-    trace: AtenTrace,
-) -> Refusal | None:
-    if not config.captures:
-        return Refusal(FallbackReason.DISABLED, "capturing is switched off by the options")
-    if engine.name == NoEngine.name:
-        return Refusal(
-            FallbackReason.NO_ENGINE,
-            f"no engine captures on {_device_of(inputs)}; the pieces run uncaptured",
-        )
-    for obstacle in obstacles.values():
-        if obstacle.reason in _WHOLE_GRAPH_OBSTACLES:
-            return Refusal(obstacle.reason, obstacle.message)
-    known = {symbol_of(i.value) for i in inputs if not isinstance(i.value, Tensor)}
-    for graph_input in inputs:
-        if isinstance(graph_input.value, Tensor):
-            for size in (*graph_input.value.shape, *graph_input.value.stride()):
-                free = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
-                if free - known:
-                    return Refusal(
-                        FallbackReason.LAYOUT,
-                        f"input {graph_input.source} has size {size}, which the graph does not "
-                        "receive as a number, so calls cannot be told apart by it",
-                    )
-    return None
 
 
 def _no_exact(engine: Engine, trace: AtenTrace) -> Refusal | None:
@@ -410,8 +327,3 @@ def _no_exact(engine: Engine, trace: AtenTrace) -> Refusal | None:
         f"an output is a view of {', '.join(sorted(aliased))}, which must be the caller's memory; "
         "return a copy to have the graph captured",
     )
-
-
-def _name_of(gm: fx.GraphModule) -> str:
-    frame = compat.frame_name()
-    return frame or gm.__class__.__name__

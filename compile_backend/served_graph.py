@@ -8,7 +8,6 @@ combination of sizes and numbers, in :class:`CallPlan`, or at capture.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ from compile_backend.passes.classify import GraphInput, InputKind
 from compile_backend.passes.segment import Segmented, segment
 from compile_backend.program import AddressChangedError, CapturedProgram
 from compile_backend.slots import GraphSlots
+from compile_backend.step import step
 
 __all__ = ["GraphFacts", "ServedGraph"]
 
@@ -41,29 +41,6 @@ log = logging.getLogger(__name__)
 
 MAX_CALL_PLANS = 4096
 MAX_REFUSED_KEYS = 8  # after so many that cannot be recorded, no more are tried
-
-
-class _Step:
-    """The step that is running. Graphs of the process may share slots, so fill, replay and
-    copy-out of one call are never interleaved with another's: other threads wait, and a call that
-    is made inside a step (by an operator that runs a model) leaves the slots alone.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.depth = 0  # read and written under the lock
-
-    def __enter__(self) -> _Step:
-        self.lock.acquire()
-        self.depth += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.depth -= 1
-        self.lock.release()
-
-
-_step = _Step()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +107,7 @@ class ServedGraph:
     def run(self, *args: Any) -> tuple[Any, ...]:
         """One call: the outputs of the graph, as eager would return them."""
         scalars = self._read_scalars(args)
-        with _step:
+        with step:
             self.counts.calls += 1
             plan = self._plan_for(scalars)
             if refusal := self._refuse_now(args):
@@ -154,7 +131,7 @@ class ServedGraph:
 
     def _refuse_now(self, args: Sequence[Any]) -> Refusal | None:
         """Why this very call is not replayed, whatever its sizes."""
-        if _step.depth > 1:
+        if step.depth > 1:
             return Refusal(
                 FallbackReason.NESTED_CALL,
                 "an operator of a running step called a compiled function; call it between steps",
@@ -468,7 +445,7 @@ class ServedGraph:
 
     def invalidate(self) -> None:
         """Drop every captured program; the next call of each size captures again."""
-        with _step.lock:
+        with step.lock:
             for program in self.programs.values():
                 program.reset()
             self.programs.clear()

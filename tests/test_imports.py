@@ -34,8 +34,19 @@ ALLOWED: dict[str, set[str]] = {
     "dynamic_batch": {"compat", "passes"},
     "padding_plan": {"config", "engines", "errors", "passes"},
     "pieces": BASE | {"compilers", "engines", "passes"},
+    "compiled_graph": BASE | {"engines", "output_plan", "padding_plan", "passes", "pieces"},
+    "step": set(),
     "served_graph": BASE
-    | {"call_plan", "engines", "output_plan", "padding_check", "passes", "program", "slots"},
+    | {
+        "call_plan",
+        "engines",
+        "output_plan",
+        "padding_check",
+        "passes",
+        "program",
+        "slots",
+        "step",
+    },
     "runners": BASE | {"engines", "registry"},
     "inspect": BASE | {"owners", "passes", "served_graph"},
 }
