@@ -7,9 +7,11 @@ from compile_backend.declared import BatchDeclaration, declaration_of, declare_b
 from compile_backend.errors import (
     CaptureError,
     ConfigError,
+    ContextError,
     FallbackError,
     FallbackReason,
     GraphbufError,
+    KVCacheError,
     PaddingError,
     PassError,
     RegistryError,
@@ -29,11 +31,14 @@ from compile_backend.registry import (
     PaddingPolicy,
     share_input_buffer,
 )
+from compile_backend.runner_config import RunnerConfig
+from compile_backend.runners import ForwardOutput, ModelRunner
 
 __all__ = [
     "BatchDeclaration",
     "CaptureError",
     "ConfigError",
+    "ContextError",
     "CudaGraphBufferRegistry",
     "Explanation",
     "FallbackError",
@@ -41,16 +46,20 @@ __all__ = [
     "FillContext",
     "ForwardBatch",
     "ForwardMode",
+    "ForwardOutput",
     "GraphSlot",
     "GraphbufBackend",
     "GraphbufConfig",
     "GraphbufError",
+    "KVCacheError",
+    "ModelRunner",
     "PPProxyTensors",
     "PaddingError",
     "PaddingPolicy",
     "PassError",
     "RegistryError",
     "ReplayError",
+    "RunnerConfig",
     "SlotDefinitionError",
     "SlotMismatchError",
     "SlotNotAllocatedError",

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+import torch.fx.experimental._config
 from torch import Tensor, fx
 from torch._dynamo.exc import (
     RestartAnalysis,
@@ -27,6 +28,7 @@ from torch._dynamo.source import (
     LocalSource,
     TensorPropertySource,
 )
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._guards import ChainedSource, CompileContext, Source, TracingContext, tracing
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
@@ -34,11 +36,14 @@ __all__ = [
     "UNRESOLVED",
     "attribute_of",
     "belongs_to_dynamo",
+    "changed_objects",
+    "container_of",
     "describe",
     "frame_locals",
     "frame_name",
     "graph_break",
     "in_dynamo",
+    "is_recompile_error",
     "is_marked",
     "is_module_state",
     "is_tensor_property",
@@ -46,11 +51,13 @@ __all__ = [
     "owner_of_frame",
     "piece_tracing_context",
     "recompile_limit",
+    "recompile_reason",
     "register_dynamo_backend",
     "resolve_source",
     "restart_with_dynamic_batch",
     "shape_guards_failing_at",
     "show_graph",
+    "sizes_stay_symbolic",
     "source_name",
 ]
 
@@ -96,6 +103,21 @@ def resolve_source(source: Source, scope: Mapping[str, Any]) -> Any:
         except (KeyError, IndexError, TypeError):
             return UNRESOLVED
     return UNRESOLVED
+
+
+def container_of(source: Source, scope: Mapping[str, Any]) -> tuple[Any, str | int] | None:
+    """``(mapping or sequence, key)`` that a source reads its value from, so that whoever keeps it
+    sees a value that is replaced later; None for a source that cannot be walked."""
+    if not isinstance(source, (AttrSource, DictGetItemSource, GetItemSource)):
+        return None
+    base = resolve_source(source.base, scope)
+    key = source.member if isinstance(source, AttrSource) else source.index
+    if base is UNRESOLVED or not isinstance(key, (str, int)):
+        return None
+    if not isinstance(source, AttrSource):
+        return base, key
+    fields = getattr(base, "__dict__", {})
+    return (fields, key) if key in fields else None
 
 
 def is_tensor_property(source: Source) -> bool:
@@ -149,6 +171,45 @@ def graph_break() -> tuple[str, str] | None:
     frame = reason.user_stack[-1] if reason.user_stack else None
     where = f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else "unknown line"
     return str(reason.reason).strip().splitlines()[0], where
+
+
+def changed_objects() -> list[str]:
+    """Objects from outside the frame being compiled that its Python code changes, by source.
+
+    Dynamo repeats such changes after each call of the graph; whoever runs the graph without Dynamo
+    does not. Tensors that operators write are not among them.
+    """
+    tx = _current_translator()
+    if tx is None:
+        return []
+    effects = tx.output.side_effects
+    existing = (AttributeMutationExisting, ValueMutationExisting)
+    return [
+        source_name(variable.source) if variable.source is not None else str(variable)
+        for variable in effects.id_to_variable.values()
+        if isinstance(variable.mutation_type, existing) and effects.is_modified(variable)
+    ]
+
+
+@contextmanager
+def sizes_stay_symbolic() -> Iterator[None]:
+    """While tracing, dimensions marked dynamic hold for sizes 0 and 1 too: one trace for all."""
+    config: Any = torch.fx.experimental._config
+    with config.patch(backed_size_oblivious=True):
+        yield
+
+
+def is_recompile_error(error: BaseException) -> bool:
+    """Whether the stance ``fail_on_recompile`` raised this."""
+    return isinstance(error, RuntimeError) and "fail_on_recompile" in str(error)
+
+
+def recompile_reason(error: BaseException) -> str:
+    """The guards that failed, of an error for which :func:`is_recompile_error` holds."""
+    lines = [line.strip(" -") for line in str(error).splitlines()]
+    return "; ".join(line for line in lines[1:] if line and "guard failure(s)" not in line) or str(
+        error
+    )
 
 
 def recompile_limit() -> int:

@@ -17,9 +17,25 @@ from typing import Any, Literal, get_args
 
 from compile_backend.errors import ConfigError
 
-__all__ = ["CompilerName", "CudagraphMode", "EngineName", "GraphbufConfig"]
+__all__ = [
+    "CompilerName",
+    "CudagraphMode",
+    "EngineName",
+    "GraphbufConfig",
+    "check_choice",
+    "check_count",
+    "check_flag",
+    "check_known",
+    "check_mapping",
+    "check_op_names",
+    "check_path",
+    "check_sizes",
+    "check_values",
+    "make_option",
+    "options_by_name",
+]
 
-EngineName = Literal["auto", "none", "host", "host_strict"]
+EngineName = Literal["auto", "none", "host", "host_strict", "cuda", "trees"]
 CompilerName = Literal["eager", "aot_eager", "inductor"]
 CudagraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
 
@@ -38,16 +54,17 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def _option(
+def make_option(
     default: Any, doc: str, check: Callable[[str, Any], Any], *, factory: bool = False
 ) -> Any:
+    """A dataclass field whose value is settled by ``check(name, value)``; ``doc`` is for people."""
     metadata = {"doc": doc, "check": check}
     if factory:
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def _choice(*choices: str) -> Callable[[str, Any], str]:
+def check_choice(*choices: str) -> Callable[[str, Any], str]:
     def check(name: str, value: Any) -> str:
         if value not in choices:
             raise ConfigError(f"option {name!r} is {value!r}; choose one of {', '.join(choices)}")
@@ -56,13 +73,13 @@ def _choice(*choices: str) -> Callable[[str, Any], str]:
     return check
 
 
-def _flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
     raise ConfigError(f"option {name!r} is {value!r} ({type(value).__name__}); pass True or False")
 
 
-def _count(minimum: int) -> Callable[[str, Any], int]:
+def check_count(minimum: int) -> Callable[[str, Any], int]:
     def check(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(
@@ -74,7 +91,7 @@ def _count(minimum: int) -> Callable[[str, Any], int]:
     return check
 
 
-def _sizes(name: str, value: Any) -> tuple[int, ...] | None:
+def check_sizes(name: str, value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
@@ -100,7 +117,7 @@ def _sizes(name: str, value: Any) -> tuple[int, ...] | None:
     return sizes
 
 
-def _op_names(name: str, value: Any) -> tuple[str, ...]:
+def check_op_names(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise ConfigError(
             f"option {name!r} is {value!r} ({type(value).__name__}); "
@@ -115,7 +132,7 @@ def _op_names(name: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+def check_mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ConfigError(
             f"option {name!r} is {value!r} ({type(value).__name__}); "
@@ -124,88 +141,116 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     return dict(value)
 
 
-def _path(name: str, value: Any) -> str | None:
+def check_path(name: str, value: Any) -> str | None:
     if value is None or (isinstance(value, (str, os.PathLike)) and os.fspath(value)):
         return None if value is None else os.fspath(value)
     raise ConfigError(f"option {name!r} is {value!r}; pass the path of a directory")
+
+
+def options_by_name(config: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+    """The options of a config class made of :func:`make_option` fields."""
+    return {option.name: option for option in dataclasses.fields(config)}
+
+
+def check_known(config: type[Any], name: str, what: str) -> None:
+    """Raise ConfigError, with a near name and every option, unless ``config`` has option ``name``.
+
+    ``what`` begins the message: it says where the name was found.
+    """
+    options = options_by_name(config)
+    if name not in options:
+        near = difflib.get_close_matches(name, options, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        listed = "".join(f"\n  {known}: {f.metadata['doc']}" for known, f in options.items())
+        raise ConfigError(f"{what} is unknown{hint} The options are:{listed}")
+
+
+def check_values(config: Any) -> None:
+    """Replace every option of the frozen ``config`` by what its check makes of it.
+
+    For ``__post_init__``. Raises ConfigError naming the first option with a bad value.
+    """
+    for option in dataclasses.fields(config):
+        checked = option.metadata["check"](option.name, getattr(config, option.name))
+        object.__setattr__(config, option.name, checked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphbufConfig:
     """The options of ``torch.compile(..., backend="graphbuf", options={...})``."""
 
-    engine: EngineName = _option(
+    engine: EngineName = make_option(
         "auto",
         "how graphs are captured: auto picks by device; none runs the pieces uncaptured",
-        _choice(*get_args(EngineName)),
+        check_choice(*get_args(EngineName)),
     )
-    compiler: CompilerName = _option(
-        "inductor", "what compiles a piece", _choice(*get_args(CompilerName))
+    compiler: CompilerName = make_option(
+        "inductor", "what compiles a piece", check_choice(*get_args(CompilerName))
     )
-    inductor_options: Mapping[str, Any] = _option(
-        dict, "Inductor settings for the pieces", _mapping, factory=True
+    inductor_options: Mapping[str, Any] = make_option(
+        dict, "Inductor settings for the pieces", check_mapping, factory=True
     )
-    cudagraph_mode: CudagraphMode = _option(
+    cudagraph_mode: CudagraphMode = make_option(
         "FULL_AND_PIECEWISE",
         "FULL captures the whole graph, PIECEWISE the segments between splitting_ops, "
         "FULL_AND_PIECEWISE tries FULL first, NONE captures nothing",
-        _choice(*get_args(CudagraphMode)),
+        check_choice(*get_args(CudagraphMode)),
     )
-    cudagraph_capture_sizes: tuple[int, ...] | None = _option(
+    cudagraph_capture_sizes: tuple[int, ...] | None = make_option(
         None,
         "sizes of the batch axis that are captured; other sizes are padded to the next one",
-        _sizes,
+        check_sizes,
     )
-    second_axis_capture_sizes: tuple[int, ...] | None = _option(
+    second_axis_capture_sizes: tuple[int, ...] | None = make_option(
         None,
         "the same for a second padded axis (a sequence, or tokens beside requests); "
         "None repeats cudagraph_capture_sizes",
-        _sizes,
+        check_sizes,
     )
-    splitting_ops: tuple[str, ...] = _option(
+    splitting_ops: tuple[str, ...] = make_option(
         (),
         "operators kept out of every piece, and of every graph in PIECEWISE mode; where the batch "
         "is declared, custom ones are also vouched to be row-wise",
-        _op_names,
+        check_op_names,
     )
-    rowwise_ops: tuple[str, ...] = _option(
-        (), "custom operators vouched to compute each row from that row alone", _op_names
+    rowwise_ops: tuple[str, ...] = make_option(
+        (), "custom operators vouched to compute each row from that row alone", check_op_names
     )
-    max_exact_captures: int = _option(
-        8, "how many exact sizes one traced graph may capture where nothing is padded", _count(0)
+    max_exact_captures: int = make_option(
+        8,
+        "how many exact sizes one traced graph may capture where nothing is padded",
+        check_count(0),
     )
-    max_number_values: int = _option(
-        4, "how many values of a number argument may be captured for one bucket", _count(1)
+    max_number_values: int = make_option(
+        4, "how many values of a number argument may be captured for one bucket", check_count(1)
     )
-    max_recaptures: int = _option(
-        8, "how often a bucket may be captured again because an address changed", _count(0)
+    max_recaptures: int = make_option(
+        8, "how often a bucket may be captured again because an address changed", check_count(0)
     )
-    dynamic_batch: bool = _option(
-        True, "trace with a symbolic batch size at once, not at the second size", _flag
+    dynamic_batch: bool = make_option(
+        True, "trace with a symbolic batch size at once, not at the second size", check_flag
     )
-    copy_outputs: bool = _option(
-        True, "outputs are the caller's to keep; False hands out views of graph memory", _flag
+    copy_outputs: bool = make_option(
+        True, "outputs are the caller's to keep; False hands out views of graph memory", check_flag
     )
-    check_padding: bool = _option(
+    check_padding: bool = make_option(
         False,
         "at the first call of a bucket that leaves a tail, run twice with different tails and "
         "compare live rows",
-        _flag,
+        check_flag,
     )
-    strict: bool = _option(
+    strict: bool = make_option(
         False,
         "raise FallbackError where a call has a fall-back reason: it would run uncaptured, or at "
         "its exact size although padding was asked for",
-        _flag,
+        check_flag,
     )
-    debug_dump_path: str | None = _option(
-        None, "directory that receives the graphs and pieces as readable code", _path
+    debug_dump_path: str | None = make_option(
+        None, "directory that receives the graphs and pieces as readable code", check_path
     )
 
     def __post_init__(self) -> None:
-        for option in dataclasses.fields(self):
-            checked = option.metadata["check"](option.name, getattr(self, option.name))
-            object.__setattr__(self, option.name, checked)
+        check_values(self)
 
     @classmethod
     def check(
@@ -219,7 +264,7 @@ class GraphbufConfig:
         """
         settled = cls._from_env(os.environ if env is None else env)
         for name in options or {}:
-            _known_option(name, f"option {name!r}")
+            check_known(cls, name, f"option {name!r}")
             settled.pop(name, None)
         return cls(**cls._checked(settled), **(options or {}))
 
@@ -247,7 +292,7 @@ class GraphbufConfig:
         for variable in sorted(env):
             if variable.startswith(_ENV_PREFIX):
                 name = variable.removeprefix(_ENV_PREFIX).lower()
-                _known_option(name, f"environment variable {variable}")
+                check_known(cls, name, f"environment variable {variable}")
                 settled[name] = _parse(name, variable, env[variable])
         return settled
 
@@ -269,22 +314,9 @@ class GraphbufConfig:
         return self.engine != "none" and self.cudagraph_mode != "NONE"
 
 
-def _options_by_name() -> dict[str, dataclasses.Field[Any]]:
-    return {option.name: option for option in dataclasses.fields(GraphbufConfig)}
-
-
-def _known_option(name: str, what: str) -> None:
-    options = _options_by_name()
-    if name not in options:
-        near = difflib.get_close_matches(name, options, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        listed = "".join(f"\n  {known}: {f.metadata['doc']}" for known, f in options.items())
-        raise ConfigError(f"{what} is unknown{hint} The options are:{listed}")
-
-
 def _parse(name: str, variable: str, text: str) -> Any:
     """An environment variable's text as the value of option ``name``; checks come later."""
-    kind = str(_options_by_name()[name].type)
+    kind = str(options_by_name(GraphbufConfig)[name].type)
     if kind == "bool":
         if text.lower() in ("1", "true", "yes", "on"):
             return True

@@ -14,6 +14,8 @@
     ├── CaptureError               a function cannot be recorded; nothing was published
     ├── ReplayError                a recorded graph cannot be replayed as asked
     ├── PaddingError               two runs with different padding disagreed on a live row
+    ├── ContextError               attention lacks what it needs of the forward pass around it
+    ├── KVCacheError               a token slot or table row is asked for or given back wrongly
     └── FallbackError              ``strict=True`` and a call would have run uncaptured
 
 A fall-back is a result, not an error: it carries a :class:`FallbackReason`, is counted, and is
@@ -25,9 +27,11 @@ from enum import Enum
 __all__ = [
     "CaptureError",
     "ConfigError",
+    "ContextError",
     "FallbackError",
     "FallbackReason",
     "GraphbufError",
+    "KVCacheError",
     "PaddingError",
     "PassError",
     "RegistryError",
@@ -98,6 +102,14 @@ class PaddingError(GraphbufError):
     """Two runs that differ only in their padded rows disagreed on a live row."""
 
 
+class ContextError(GraphbufError):
+    """An attention call lacks what it needs of the forward pass around it, or does not fit it."""
+
+
+class KVCacheError(GraphbufError):
+    """A token slot or a request's row is asked for, written or given back wrongly."""
+
+
 class FallbackError(GraphbufError):
     """``strict=True`` and a call would have run uncaptured. ``reason`` says why."""
 
@@ -128,6 +140,11 @@ class FallbackReason(Enum):
     OTHER_DEVICE = "a tensor lives on another device than the graph"
     CAPTURE_FAILED = "recording the graph raised"
     NOTHING_TO_CAPTURE = "no compiled piece lies between the operators left out of the segments"
+    NOT_CAPTURED = "no graph was captured for this size yet: warmup() was not called, or refused it"
+    MODE_NOT_CAPTURED = "no graph runner serves this forward mode"
+    VARIANT_NOT_TRACED = "the batch has other optional fields or flags than were traced"
+    PADDING_WASTE = "the next captured size is too much larger than the batch"
+    NO_TOKENS = "the batch has no token"
     NESTED_CALL = "the call was made inside another one, whose slots are in use"
     ALIASED_INPUTS = "arguments that the graph writes share memory with others as never before"
     ADDRESS_CHANGED = "a tensor with a fixed address moved too often to keep re-capturing"

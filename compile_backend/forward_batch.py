@@ -54,6 +54,10 @@ class ForwardMode(Enum):
         """Whether requests may bring more than one token each."""
         return not self.is_decode_or_idle()
 
+    def wants_last_tokens(self) -> bool:
+        """Whether only the last token of each request has logits that anybody asks for."""
+        return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
+
     def is_mixed(self) -> bool:
         """Whether requests that extend and requests that decode share the batch."""
         return self is ForwardMode.MIXED

@@ -21,7 +21,6 @@ from compile_backend.config import GraphbufConfig
 from compile_backend.engines import Engine
 from compile_backend.errors import (
     CaptureError,
-    FallbackError,
     FallbackReason,
     GraphbufError,
     PaddingError,
@@ -201,11 +200,7 @@ class ServedGraph:
         refusal = plan.decision.refusal
         assert refusal is not None
         if self.config.strict:
-            raise FallbackError(
-                f"graph {self.facts.name} would not replay a captured bucket "
-                f"({refusal.reason.name}): {refusal.message}",
-                refusal.reason,
-            )
+            raise refusal.error(f"graph {self.facts.name}")
         if refusal.reason not in self.counts.messages:
             self.counts.messages[refusal.reason] = refusal.message
             level = logging.DEBUG if refusal.reason is FallbackReason.DISABLED else logging.WARNING

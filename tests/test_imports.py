@@ -20,8 +20,10 @@ ALLOWED: dict[str, set[str]] = {
     "compat": set(),
     "cli": set(),
     "forward_batch": {"errors"},
-    "registry": {"errors", "config", "forward_batch"},
+    "runner_config": {"config", "errors"},
+    "registry": {"errors", "config", "forward_batch", "runner_config"},
     "engines": {"errors", "config"},
+    "attention": {"errors", "engines", "forward_batch"},
     "declared": {"errors", "registry"},
     "compilers": BASE,
     "passes": BASE | {"registry"},
@@ -47,7 +49,9 @@ ALLOWED: dict[str, set[str]] = {
         "slots",
         "step",
     },
-    "runners": BASE | {"engines", "registry"},
+    "runners": BASE
+    | {"attention", "compiled_graph", "declared", "engines", "forward_batch", "output_plan"}
+    | {"passes", "program", "registry", "runner_config", "step"},
     "inspect": BASE | {"owners", "passes", "served_graph"},
 }
 PARTS = sorted({path.relative_to(ROOT).parts[0].removesuffix(".py") for path in ROOT.rglob("*.py")})

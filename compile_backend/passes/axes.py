@@ -15,7 +15,7 @@ from typing import Any
 import sympy
 from torch import SymInt, Tensor
 
-from compile_backend.errors import FallbackReason
+from compile_backend.errors import FallbackError, FallbackReason
 from compile_backend.passes.classify import (
     GraphInput,
     InputKind,
@@ -30,10 +30,17 @@ MAX_PADDED_AXES = 2
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a graph is not padded."""
+    """Why a call is not padded, or not captured."""
 
     reason: FallbackReason
     message: str
+
+    def error(self, what: str) -> FallbackError:
+        """The error for whoever insists on a graph; ``what`` would not replay one."""
+        return FallbackError(
+            f"{what} would not replay a captured bucket ({self.reason.name}): {self.message}",
+            self.reason,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ __all__ = [
     "InputKind",
     "check_slot_fits",
     "classify_inputs",
+    "read_field",
     "slot_axes",
 ]
 
@@ -117,10 +118,22 @@ def _declared_holders(
     for owner in owners.values():
         declaration = declaration_of(type(owner))
         for name in () if declaration is None else declaration.slots:
-            value = getattr(owner, name, None)
+            value = read_field(owner, name)
             if declaration is not None and isinstance(value, Tensor):
                 holders.setdefault(id(value), []).append((declaration, name))
     return holders
+
+
+def read_field(batch: Any, name: str) -> Any:
+    """The value behind a slot's name: a field, or for ``a.b`` item or attribute ``b`` of ``a``."""
+    first, dot, rest = name.partition(".")
+    value = getattr(batch, first, None)
+    if not dot or value is None:
+        return value
+    try:
+        return value[rest]
+    except (KeyError, TypeError):
+        return getattr(value, rest, None)
 
 
 def _with_fields(

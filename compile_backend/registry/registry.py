@@ -294,6 +294,13 @@ class CudaGraphBufferRegistry:
         with torch.no_grad():
             plan.run((None,) * len(entries))
 
+    def reset_slots(self) -> None:
+        """Give every buffer that is not bound the values it was made with, after a warm-up."""
+        with torch.no_grad():
+            for name, slot in self._slots.items():
+                if slot.enabled and self._owners[name] != "bound":
+                    slot.layout.buffer.fill_(slot.initial_value or 0)
+
     def extract_buffer(
         self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: Batch
     ) -> Batch:
