@@ -37,6 +37,10 @@ class SeeOperators(TorchDispatchMode):
 class SeeReads(TorchFunctionMode):
     """Shows the recorder every Python call, so that it can refuse one; lets the rest pass."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._inside: list[Any] = []  # Python functions of torch that are being looked into
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -44,7 +48,13 @@ class SeeReads(TorchFunctionMode):
         if recorder is not None:
             recorder.call_function(func)
         is_python = isinstance(func, FunctionType) and func not in _UNWATCHED
-        if _past_one_mode is not None and is_python:
+        # A method that Tensor overrides in Python calls the one of its base class, and that call
+        # comes here as the override again.
+        if _past_one_mode is None or not is_python or func in self._inside:
+            return func(*args, **(kwargs or {}))
+        self._inside.append(func)
+        try:
             with self:
                 return _past_one_mode(func, types, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        finally:
+            self._inside.pop()
