@@ -2,8 +2,11 @@
 
 Each builder declares the slots of one forward mode and how each is padded. With ``source`` the
 slots adopt the tensors of an existing object (same storage) instead of allocating.
+``contiguous_views`` makes every view contiguous, ``mrope_positions`` [3, tokens] included, as
+compiled pieces want it; ``pp_proxy_rows`` adds slots for what the previous pipeline stage sends.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +15,10 @@ from compile_backend.registry.registry import CudaGraphBufferRegistry
 from compile_backend.registry.slot import PaddingPolicy
 from compile_backend.registry.standard_slots import StandardSlots
 
-__all__ = ["build_decode_registry", "build_eager_registry", "build_prefill_registry"]
+__all__ = ["ProxyRows", "build_decode_registry", "build_eager_registry", "build_prefill_registry"]
+
+ProxyRows = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Tensors from the previous pipeline stage, by key: the shape of one token's row, and the dtype."""
 
 FOREACH_COPY, ZERO = PaddingPolicy.FOREACH_COPY, PaddingPolicy.ZERO
 
@@ -37,6 +43,8 @@ def build_decode_registry(
     register_global_num_tokens: bool = True,
     share_pool: bool = True,
     source: Any = None,
+    contiguous_views: bool = False,
+    pp_proxy_rows: ProxyRows | None = None,
 ) -> CudaGraphBufferRegistry:
     """The slots of a decode graph, up to ``max_bs`` requests and ``max_num_token`` tokens.
 
@@ -54,7 +62,7 @@ def build_decode_registry(
     slots.add_on_bs("req_pool_indices", torch.int64, ZERO)
     slots.add_lengths("seq_lens", seq_len_fill_value, device=None)
     slots.add_lengths("seq_lens_cpu", seq_len_fill_value, device="cpu")
-    slots.add_mrope_positions()
+    slots.add_mrope_positions(contiguous_views=contiguous_views)
     if enable_mamba_track:
         slots.add_on_bs("mamba_track_indices", torch.int64, ZERO)
         slots.add_on_bs("mamba_track_mask", torch.bool, ZERO)
@@ -74,6 +82,7 @@ def build_decode_registry(
     if require_gathered_buffer and register_global_num_tokens:
         slots.add_global_num_tokens(dp_size if require_mlp_tp_gather else 1)
     slots.adopt_pp_proxy_tensors(PaddingPolicy.KEEP_PAD, always_on_tokens=False)
+    slots.add_pp_proxy_tensors(pp_proxy_rows or {}, PaddingPolicy.KEEP_PAD)
     slots.adopt_ngram_embedding_info()
     return slots.build()
 
@@ -95,6 +104,8 @@ def build_prefill_registry(
     attn_tp_rank: int = 0,
     share_pool: bool = True,
     source: Any = None,
+    contiguous_views: bool = False,
+    pp_proxy_rows: ProxyRows | None = None,
 ) -> CudaGraphBufferRegistry:
     """The slots of a prefill graph, whose buckets are on the token axis.
 
@@ -109,7 +120,7 @@ def build_prefill_registry(
     slots.add_on_tokens("input_ids", torch.int64, ZERO)
     slots.add_on_tokens("positions", torch.int64, ZERO)
     slots.add_on_tokens("out_cache_loc", cache_loc_dtype, ZERO)
-    slots.add_mrope_positions()
+    slots.add_mrope_positions(contiguous_views=contiguous_views)
     if is_multimodal if register_input_embeds is None else register_input_embeds:
         slots.add_input_embeds(hidden_size, embed_dtype)
     if enable_mamba_track:
@@ -119,6 +130,7 @@ def build_prefill_registry(
     if enable_num_token_non_padded:
         slots.add_num_token_non_padded(require_gathered_buffer, attn_tp_size, attn_tp_rank)
     slots.adopt_pp_proxy_tensors(ZERO, always_on_tokens=True)
+    slots.add_pp_proxy_tensors(pp_proxy_rows or {}, ZERO)
     return slots.build()
 
 
@@ -138,6 +150,8 @@ def build_eager_registry(
     attn_tp_rank: int = 0,
     share_pool: bool = True,
     source: Any = None,
+    contiguous_views: bool = False,
+    pp_proxy_rows: ProxyRows | None = None,
 ) -> CudaGraphBufferRegistry:
     """The decode slots at the largest sizes of any mode, for forwards that run without a graph.
 
@@ -161,4 +175,6 @@ def build_eager_registry(
         register_global_num_tokens=False,
         share_pool=share_pool,
         source=source,
+        contiguous_views=contiguous_views,
+        pp_proxy_rows=pp_proxy_rows,
     )

@@ -3,59 +3,41 @@
 A plan is built from the sizes and from the shape, dtype and device of every source, which are
 also its key; so what was validated when a plan was built holds whenever the plan is found again,
 and a steady-state fill is one look-up, one call to zero the tails and one to copy the heads.
+What is written where is a :class:`FillWork`. :func:`group_work` turns it into grouped calls, for
+any device; :mod:`.device_fill` turns it into one launch.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compile_backend.errors import SlotDefinitionError, SlotMismatchError, SlotOverflowError
+from compile_backend.registry.bounded_cache import BoundedCache
 from compile_backend.registry.fit import live_shape, require_tensor
 from compile_backend.registry.layout import address_extent, narrow_to
 from compile_backend.registry.slot import GraphSlot
 
-__all__ = ["BoundedCache", "FillPlan", "SlotSource", "describe_sources", "plan_fill"]
+__all__ = [
+    "BoundedCache",
+    "FillPlan",
+    "FillWork",
+    "HeadCopy",
+    "SlotSource",
+    "TailReset",
+    "copy_heads",
+    "decide_fill",
+    "describe_sources",
+    "group_work",
+    "plan_fill",
+    "source_picker",
+]
 
 _foreach_copy: Callable[[list[Tensor], Sequence[Tensor]], None] | None
 _foreach_copy = getattr(torch, "_foreach_copy_", None)
-
-
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
-
-
-class BoundedCache(Generic[Key, Value]):
-    """A mapping that keeps the ``max_entries`` entries used last."""
-
-    def __init__(self, max_entries: int) -> None:
-        self.max_entries = max_entries
-        self._entries: OrderedDict[Key, Value] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, key: Key) -> Value | None:
-        """The value, now the one used last; None where there is none."""
-        value = self._entries.get(key)
-        if value is not None:
-            self._entries.move_to_end(key)
-        return value
-
-    def put(self, key: Key, value: Value) -> Value:
-        """Keep ``value``, dropping the entry used longest ago where the cache is full."""
-        self._entries[key] = value
-        if len(self._entries) > self.max_entries:
-            self._entries.popitem(last=False)
-        return value
-
-    def clear(self) -> None:
-        """Drop every entry."""
-        self._entries.clear()
 
 
 class SlotSource(NamedTuple):
@@ -66,6 +48,48 @@ class SlotSource(NamedTuple):
     own_length: bool = False  # the source's length decides where the tail begins
 
 
+class HeadCopy(NamedTuple):
+    """One head and the source that goes there."""
+
+    entry_at: int  # index of the entry, by which its source is found
+    head: Tensor
+    source_dtype: torch.dtype
+    source_device: torch.device
+    is_cut: bool  # the source is larger than the head, and its corner is copied
+
+
+class TailReset(NamedTuple):
+    """One slab of a tail and what it is reset to."""
+
+    entry_at: int
+    tail: Tensor
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class FillWork:
+    """What one fill writes: views of the buffers. First tails, then heads, then numbers.
+
+    The head and the tails of one entry have no element in common. ``numbers`` are pairs of an index
+    among the numbers of a fill and the buffer that is set to that number.
+    """
+
+    heads: tuple[HeadCopy, ...]
+    tails: tuple[TailReset, ...]
+    numbers: tuple[tuple[int, Tensor], ...] = ()
+
+
+def copy_heads(heads: list[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to the head of its place, in one grouped call where torch has that."""
+    if len(heads) == 1:
+        heads[0].copy_(sources[0])
+    elif _foreach_copy is not None:
+        _foreach_copy(heads, sources)
+    else:
+        for head, source in zip(heads, sources, strict=True):
+            head.copy_(source)
+
+
 @dataclass(frozen=True, slots=True)
 class HeadCopies:
     """Copies that one grouped call can make."""
@@ -74,13 +98,7 @@ class HeadCopies:
     pick: Callable[[Sequence[Tensor | None]], Sequence[Tensor]]  # the sources, in heads' order
 
     def run(self, sources: Sequence[Tensor | None]) -> None:
-        if len(self.heads) == 1:
-            self.heads[0].copy_(self.pick(sources)[0])
-        elif _foreach_copy is not None:
-            _foreach_copy(self.heads, self.pick(sources))
-        else:
-            for head, source in zip(self.heads, self.pick(sources), strict=True):
-                head.copy_(source)
+        copy_heads(self.heads, self.pick(sources))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +108,10 @@ class FillPlan:
     zero_tails: tuple[list[Tensor], ...]
     value_tails: tuple[tuple[Tensor, float], ...]
     copies: tuple[HeadCopies, ...]
+    numbers: tuple[tuple[int, Tensor], ...] = ()
 
-    def run(self, sources: Sequence[Tensor | None]) -> None:
-        """Reset the tails, then copy ``sources``, which come in the order they were planned in.
+    def run(self, sources: Sequence[Tensor | None], numbers: Sequence[int | None] = ()) -> None:
+        """Reset the tails, copy ``sources``, write ``numbers``; both in the order planned.
 
         Gradients must be off: a source that requires grad would make a buffer require it.
         """
@@ -102,6 +121,10 @@ class FillPlan:
             tail.fill_(value)
         for group in self.copies:
             group.run(sources)
+        for index, buffer in self.numbers:
+            number = numbers[index]
+            assert number is not None, "a plan writes the numbers that its key says there are"
+            buffer.fill_(number)
 
 
 def describe_sources(
@@ -137,16 +160,21 @@ def describe_sources(
 def plan_fill(
     entries: Iterable[SlotSource], raw: Mapping[str, int], padded: Mapping[str, int]
 ) -> FillPlan:
+    """:func:`decide_fill`, in grouped calls."""
+    return group_work(decide_fill(entries, raw, padded))
+
+
+def decide_fill(
+    entries: Iterable[SlotSource], raw: Mapping[str, int], padded: Mapping[str, int]
+) -> FillWork:
     """Validate every entry and decide what to write where. Writes nothing.
 
     A source is found at run time by the index of its entry.
     Raises SlotMismatchError and SlotOverflowError where sizes or sources do not fit.
     """
     _check_sizes(raw, padded)
-    zeros: dict[Hashable, list[Tensor]] = {}
-    values: list[tuple[Tensor, float]] = []
-    copies: dict[Hashable, list[tuple[int, Tensor]]] = {}
-    cuts: dict[int, tuple[int, ...]] = {}
+    heads: list[HeadCopy] = []
+    tails: list[TailReset] = []
     for index, (slot, source, own_length) in enumerate(entries):
         view = _checked_view(slot, raw, padded)
         live = slot.layout.shape(raw)
@@ -154,25 +182,34 @@ def plan_fill(
             live = live_shape(slot, source, live, own_length=own_length)
             head = _head(slot, view, live)
             if not _is_already_there(slot, view, head, narrow_to(source, live)):
-                group = (head.device, head.dtype, source.dtype)
-                copies.setdefault(group, []).append((index, head))
-                if source.shape != head.shape:
-                    cuts[index] = live
+                is_cut = source.shape != head.shape
+                heads.append(HeadCopy(index, head, source.dtype, source.device, is_cut))
         tail_value = slot.tail_value
-        if tail_value is None:
-            continue
-        tails = _tails(view, live)
-        if tail_value == 0:
-            zeros.setdefault((view.device, view.dtype), []).extend(tails)
+        if tail_value is not None:
+            tails.extend(TailReset(index, slab, tail_value) for slab in _tails(view, live))
+    return FillWork(tuple(heads), tuple(tails))
+
+
+def group_work(work: FillWork) -> FillPlan:
+    """The work in as few calls as the grouped operators take it: one per device and dtypes."""
+    zeros: dict[Hashable, list[Tensor]] = {}
+    values: list[tuple[Tensor, float]] = []
+    copies: dict[Hashable, list[HeadCopy]] = {}
+    for _, tail, value in work.tails:
+        if value == 0:
+            zeros.setdefault((tail.device, tail.dtype), []).append(tail)
         else:
-            values.extend((tail, tail_value) for tail in tails)
+            values.append((tail, value))
+    for copy in work.heads:
+        group = (copy.head.device, copy.head.dtype, copy.source_dtype)
+        copies.setdefault(group, []).append(copy)
     return FillPlan(
-        tuple(tails for tails in zeros.values() if tails),
+        tuple(zeros.values()),
         tuple(values),
         tuple(
-            HeadCopies([head for _, head in group], _picker([index for index, _ in group], cuts))
-            for group in copies.values()
+            HeadCopies([c.head for c in group], source_picker(group)) for group in copies.values()
         ),
+        work.numbers,
     )
 
 
@@ -231,11 +268,13 @@ def _tails(view: Tensor, live: tuple[int, ...]) -> list[Tensor]:
     return slabs
 
 
-def _picker(
-    indices: list[int], cuts: Mapping[int, tuple[int, ...]]
+def source_picker(
+    copies: Sequence[HeadCopy],
 ) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor]]:
-    if any(index in cuts for index in indices):
-        places = [(index, cuts.get(index)) for index in indices]
+    """What gets the sources of ``copies`` out of those of a fill, each cut to its head's shape."""
+    indices = [copy.entry_at for copy in copies]
+    if any(copy.is_cut for copy in copies):
+        places = [(c.entry_at, tuple(c.head.shape) if c.is_cut else None) for c in copies]
 
         def pick_and_cut(sources: Sequence[Tensor | None]) -> list[Tensor]:
             found = [(sources[index], shape) for index, shape in places]

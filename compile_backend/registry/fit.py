@@ -59,13 +59,13 @@ def live_shape(
     ``raw_shape`` is the slot's shape at the raw sizes. With ``own_length`` (slots with a
     ``source_fn``) the padded dimensions are as long as the source, else as long as ``raw_shape``.
 
-    Raises SlotMismatchError for another device, a dtype that the slot's cannot hold without loss,
-    another rank or other fixed dimensions, and fewer rows than raw; SlotOverflowError for more rows
-    than the slot holds.
+    Raises SlotMismatchError for another device (a host tensor fits a CUDA slot: it is staged), a
+    dtype that the slot's cannot hold without loss, another rank or other fixed dimensions, and
+    fewer rows than raw; SlotOverflowError for more rows than the slot holds.
     """
     require_tensor(slot, source)
     buffer = slot.layout.buffer
-    if source.device != buffer.device:
+    if source.device != buffer.device and not (source.is_cpu and buffer.is_cuda):
         raise SlotMismatchError(
             f"slot {slot.name!r} lives on {buffer.device} but the batch brings a tensor on "
             f"{source.device}; build the field on {buffer.device}, or declare the slot with "

@@ -2,7 +2,8 @@
 
 The registry gives every slot its buffer (its own, a pooled or a bound one), fills the buffers from
 a batch or from named tensors, and hands out the views that a graph reads. What one fill writes is
-decided in :mod:`.fill`; how a batch of views is put together is in :mod:`.batch_view`.
+decided in :mod:`.fill`, and on a device written by :mod:`.device_fill`; how a batch of views is put
+together is in :mod:`.batch_view`.
 """
 
 import difflib
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from compile_backend.errors import SlotDefinitionError, SlotMismatchError, SlotNotFoundError
 from compile_backend.registry.batch_view import BatchViews, view_batch
+from compile_backend.registry.device_fill import DeviceFill, DevicePlanner
 from compile_backend.registry.fill import (
     BoundedCache,
     FillPlan,
@@ -102,8 +104,9 @@ class CudaGraphBufferRegistry:
                 )
         self._slots: dict[str, GraphSlot] = {}
         self._owners: dict[str, Owner] = {}
+        self._device_planner = DevicePlanner(self.device) if self.device.type == "cuda" else None
         self._order = order_slots(())
-        self._plans: BoundedCache[Hashable, FillPlan] = BoundedCache(MAX_PLANS)
+        self._plans: BoundedCache[Hashable, FillPlan | DeviceFill] = BoundedCache(MAX_PLANS)
         self._views: BoundedCache[Hashable, Tensor] = BoundedCache(MAX_VIEWS)
         self._batch_views: BoundedCache[Hashable, BatchViews] = BoundedCache(MAX_PLANS)
         self._skipped: frozenset[str] = frozenset()  # source_fn slots that the last fill skipped
@@ -138,7 +141,10 @@ class CudaGraphBufferRegistry:
         if slot.enabled:
             self._attach_buffer(slot, bind)
         self._slots[slot.name] = slot
-        self._order = order_slots(self._slots.values())
+        planner = self._device_planner
+        self._order = order_slots(
+            self._slots.values(), launch_device=None if planner is None else planner.device
+        )
         self._plans.clear()
         self._batch_views.clear()
         return slot
@@ -195,6 +201,11 @@ class CudaGraphBufferRegistry:
             if (buffer := slot.buffer) is not None
         )
 
+    def buffers(self) -> tuple[Tensor, ...]:
+        """Every slot's buffer, in the order of registration."""
+        buffers = (slot.buffer for slot in self._slots.values())
+        return tuple(buffer for buffer in buffers if buffer is not None)
+
     def slot_bytes(self) -> dict[str, int]:
         """Bytes of the buffer of every slot that has one."""
         return {fact.name: fact.num_bytes for fact in self.slot_facts()}
@@ -224,13 +235,17 @@ class CudaGraphBufferRegistry:
         copied (its tail is reset all the same). A field may have more rows than raw; the first raw
         rows are copied. Allocates no storage and does not synchronise.
 
+        On a CUDA device this is one kernel launch on the caller's stream, after one copy where
+        fields are on the host; such fields may be overwritten as soon as this returns.
+
         Raises SlotNotFoundError where the batch has no attribute for a slot that copies one,
         SlotMismatchError and SlotOverflowError where a field or a size does not fit.
         """
         order = self._order
         sources = self._read_fields(forward_batch)
         context = None
-        if order.sourced or order.hooks:
+        numbers: tuple[int | None, ...] = ()
+        if order.sourced or order.hooks or order.numbers:
             context = FillContext(
                 raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors
             )
@@ -239,17 +254,20 @@ class CudaGraphBufferRegistry:
                 sources = (*sources, *found)
 
         key: list[Hashable] = [raw_bs, padded_bs, raw_num_tokens, padded_num_tokens]
+        if context is not None and order.numbers:
+            numbers = tuple(number_fn(forward_batch, context) for number_fn, _ in order.numbers)
+            key.append(tuple(number is None for number in numbers))
         plan = self._find_plan(key, order.filled, sources, order.address_ranges)
         if plan is None:
             raw = {"bs": raw_bs, "tokens": raw_num_tokens}
             padded = {"bs": padded_bs, "tokens": padded_num_tokens}
-            plan = self._add_plan(key, batch_entries(order, sources), raw, padded)
+            plan = self._add_plan(key, batch_entries(order, sources), raw, padded, numbers)
 
         if torch.is_grad_enabled():
             with torch.no_grad():
-                self._write(plan, sources, forward_batch, context)
+                self._write(plan, sources, numbers, forward_batch, context)
         else:
-            self._write(plan, sources, forward_batch, context)
+            self._write(plan, sources, numbers, forward_batch, context)
 
     def fill_tensors(
         self,
@@ -300,6 +318,15 @@ class CudaGraphBufferRegistry:
             for name, slot in self._slots.items():
                 if slot.enabled and self._owners[name] != "bound":
                     slot.layout.buffer.fill_(slot.initial_value or 0)
+
+    def after_copy_out(self) -> None:
+        """Note that what the caller's stream was given until now is all that uses the slots.
+
+        A fill on another stream, of any registry on this device, waits for that and no more.
+        Without this call it waits for all that the stream was given. Does nothing on the host.
+        """
+        if self._device_planner is not None:
+            self._device_planner.after_copy_out()
 
     def extract_buffer(
         self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: Batch
@@ -370,7 +397,7 @@ class CudaGraphBufferRegistry:
         slots: Sequence[GraphSlot],
         sources: Sequence[Tensor | None],
         address_ranges: Sequence[tuple[int, int]],
-    ) -> FillPlan | None:
+    ) -> FillPlan | DeviceFill | None:
         """The plan made for sources just like these; completes ``key``."""
         describe_sources(key, slots, sources, address_ranges)
         return self._plans.get(tuple(key))
@@ -381,17 +408,24 @@ class CudaGraphBufferRegistry:
         entries: Sequence[SlotSource],
         raw: Mapping[str, int],
         padded: Mapping[str, int],
-    ) -> FillPlan:
-        return self._plans.put(tuple(key), plan_fill(entries, raw, padded))
+        numbers: Sequence[int | None] = (),
+    ) -> FillPlan | DeviceFill:
+        planner = self._device_planner
+        if planner is None:
+            return self._plans.put(tuple(key), plan_fill(entries, raw, padded))
+        places = zip(numbers, self._order.numbers, strict=False)  # by name there are none
+        written = [(i, buffer) for i, (n, (_, buffer)) in enumerate(places) if n is not None]
+        return self._plans.put(tuple(key), planner.plan(entries, raw, padded, written))
 
     def _write(
         self,
-        plan: FillPlan,
+        plan: FillPlan | DeviceFill,
         sources: Sequence[Tensor | None],
+        numbers: Sequence[int | None],
         forward_batch: Any,
         context: FillContext | None,
     ) -> None:
-        plan.run(sources)
+        plan.run(sources, numbers)
         if context is None:
             return
         order = self._order

@@ -14,7 +14,7 @@ from torch import Tensor
 from compile_backend.errors import SlotDefinitionError, SlotNotAllocatedError
 from compile_backend.registry.layout import NO_AXIS, Axis, SliceFn, SlotLayout
 
-__all__ = ["FillContext", "GraphSlot", "PaddingPolicy"]
+__all__ = ["ComputedNumber", "FillContext", "GraphSlot", "PaddingPolicy"]
 
 
 class PaddingPolicy(Enum):
@@ -49,6 +49,23 @@ class FillContext:
 ShapeFn = Callable[[int, int], tuple[int, ...]]
 PostFill = Callable[[Tensor, Any, FillContext], None]
 SourceFn = Callable[[Any, FillContext], Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedNumber:
+    """A ``post_fill`` that sets the whole buffer to one number, or leaves it alone for None.
+
+    On a device such a number is written by the same launch as the heads and tails, where the slot
+    has an integer dtype.
+    """
+
+    number: Callable[[Any, FillContext], int | None]
+
+    def __call__(self, buffer: Tensor, batch: Any, context: FillContext) -> None:
+        """Write the number, where there is one."""
+        number = self.number(batch, context)
+        if number is not None:
+            buffer.fill_(number)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

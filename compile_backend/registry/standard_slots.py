@@ -11,6 +11,7 @@ from compile_backend.errors import SlotDefinitionError, SlotNotFoundError
 from compile_backend.registry.layout import Axis
 from compile_backend.registry.registry import CudaGraphBufferRegistry
 from compile_backend.registry.slot import (
+    ComputedNumber,
     FillContext,
     GraphSlot,
     PaddingPolicy,
@@ -107,15 +108,16 @@ class StandardSlots:
             device=device,
         )
 
-    def add_mrope_positions(self) -> None:
-        """[3, tokens], cut on dimension 1: the rows of a view are max_num_token apart."""
+    def add_mrope_positions(self, *, contiguous_views: bool) -> None:
+        """[3, tokens], cut on dimension 1: the rows of a view are max_num_token apart, or with
+        ``contiguous_views`` it is a reshape of the flat buffer."""
         self.add(
             "mrope_positions",
             (3, self.max_num_token),
             torch.int64,
             axis=(None, "tokens"),
             padding_policy=PaddingPolicy.ZERO,
-            slice_fn=lambda buffer, bs, num_tokens: buffer.narrow(1, 0, num_tokens),
+            slice_fn=None if contiguous_views else _cut_tokens_of_rows,
         )
 
     def add_input_embeds(self, hidden_size: int, dtype: torch.dtype | None) -> None:
@@ -145,9 +147,11 @@ class StandardSlots:
             padding_policy=PaddingPolicy.KEEP_PAD,
             copy_from_fb=False,
             source_fn=None if is_sharded else _live_tokens_tensor,
-            post_fill=_LiveTokenShare(attn_tp_size, attn_tp_rank)
-            if is_sharded
-            else _write_live_tokens,
+            post_fill=ComputedNumber(
+                _LiveTokenShare(attn_tp_size, attn_tp_rank)
+                if is_sharded
+                else _live_tokens_without_tensor
+            ),
         )
 
     def add_global_num_tokens(self, num_ranks: int) -> None:
@@ -159,7 +163,7 @@ class StandardSlots:
                 axis="none",
                 padding_policy=PaddingPolicy.KEEP_PAD,
                 copy_from_fb=False,
-                post_fill=_write_padded_tokens,
+                post_fill=ComputedNumber(_padded_tokens),
             )
 
     def adopt_on_bs_if_present(self, name: str) -> None:
@@ -167,6 +171,20 @@ class StandardSlots:
         tensor = getattr(self.source, name, None)
         if tensor is not None:
             self.add_on_bs(name, tensor.dtype, PaddingPolicy.FOREACH_COPY)
+
+    def add_pp_proxy_tensors(
+        self, rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]], policy: PaddingPolicy
+    ) -> None:
+        """One slot [max_num_token, *row] per tensor of the previous pipeline stage's output."""
+        for key, (row, dtype) in rows.items():
+            self.add(
+                f"pp_proxy_tensors.{key}",
+                (self.max_num_token, *row),
+                dtype,
+                axis="tokens",
+                padding_policy=policy,
+                source_fn=_ProxyTensor(key),
+            )
 
     def adopt_pp_proxy_tensors(self, policy: PaddingPolicy, *, always_on_tokens: bool) -> None:
         """One slot per tensor that the source has for the previous pipeline stage's output.
@@ -202,6 +220,10 @@ class StandardSlots:
                 source_fn=_NgramField(field),
                 bind=tensor,
             )
+
+
+def _cut_tokens_of_rows(buffer: Tensor, bs: int, num_tokens: int) -> Tensor:
+    return buffer.narrow(1, 0, num_tokens)
 
 
 def _named_tensors(holder: Any) -> Iterator[tuple[str, Tensor]]:
@@ -254,10 +276,10 @@ def _live_tokens_tensor(batch: Any, context: FillContext) -> Tensor | None:
     return tensor.view(1) if isinstance(tensor, Tensor) and tensor.dim() == 0 else tensor
 
 
-def _write_live_tokens(buffer: Tensor, batch: Any, context: FillContext) -> None:
+def _live_tokens_without_tensor(batch: Any, context: FillContext) -> int | None:
     """The number of live tokens, where the batch brings no tensor of it."""
-    if getattr(batch, "num_token_non_padded", None) is None:
-        buffer.fill_(_live_tokens(batch, context))
+    has_tensor = getattr(batch, "num_token_non_padded", None) is not None
+    return None if has_tensor else _live_tokens(batch, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +293,10 @@ class _LiveTokenShare:
     attn_tp_size: int
     attn_tp_rank: int
 
-    def __call__(self, buffer: Tensor, batch: Any, context: FillContext) -> None:
+    def __call__(self, batch: Any, context: FillContext) -> int:
         shard = context.padded_num_tokens // self.attn_tp_size
         share = _live_tokens(batch, context) - self.attn_tp_rank * shard
-        buffer.fill_(min(max(share, 0), shard))
+        return min(max(share, 0), shard)
 
 
 def _live_tokens(batch: Any, context: FillContext) -> int:
@@ -282,5 +304,5 @@ def _live_tokens(batch: Any, context: FillContext) -> int:
     return context.raw_num_tokens if count is None else count
 
 
-def _write_padded_tokens(buffer: Tensor, batch: Any, context: FillContext) -> None:
-    buffer.fill_(context.padded_num_tokens)
+def _padded_tokens(batch: Any, context: FillContext) -> int:
+    return context.padded_num_tokens
