@@ -123,7 +123,7 @@ def pick_engine(config: GraphbufConfig, device: torch.device) -> Engine:
         return engine_by_name("none")
     if config.engine != "auto":
         return engine_by_name(config.engine)
-    return engine_by_name("host" if device.type == "cpu" else "none")
+    return engine_by_name({"cpu": "host", "cuda": "cuda"}.get(device.type, "none"))
 
 
 def device_of(inputs: Sequence[GraphInput]) -> torch.device:

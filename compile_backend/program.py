@@ -51,6 +51,7 @@ class CapturedProgram:
     num_moves: int = 0  # re-captures because an input that cannot be staged moved
     is_checked: bool = False  # with a tail, by check_padding
     refused_whole: str | None = None  # why it was captured in smaller segments than asked for
+    warmups: int = 0  # unrecorded runs before each capture, where that writes nothing that matters
     _replay: Replay | None = None
     _segments: list[CapturedSegment] = field(default_factory=list)
     _stepwise: Callable[..., Any] | None = None
@@ -84,7 +85,7 @@ class CapturedProgram:
             outputs: Sequence[Any] = gm.forward(*self.arguments(inputs))
             return outputs
 
-        replay = self.engine.capture(run, static_inputs=statics)
+        replay = self.engine.capture(run, static_inputs=statics, warmups=self.warmups)
         self._publish(statics, tensors)
         if self.engine.late_binding:
             replay.forget_inputs()
@@ -103,7 +104,11 @@ class CapturedProgram:
         fixed = {_storage(tensor) for tensor in statics}
         segments = {
             name: CapturedSegment(
-                self.engine, _submodule(graph.gm, name), graph.mutated_inputs[name], fixed
+                self.engine,
+                _submodule(graph.gm, name),
+                graph.mutated_inputs[name],
+                fixed,
+                warmups=self.warmups,
             )
             for name in graph.segments
         }
@@ -181,9 +186,16 @@ class CapturedSegment(torch.nn.Module):
     """
 
     def __init__(
-        self, engine: Engine, gm: fx.GraphModule, mutated: frozenset[int], fixed: set[int]
+        self,
+        engine: Engine,
+        gm: fx.GraphModule,
+        mutated: frozenset[int],
+        fixed: set[int],
+        *,
+        warmups: int,
     ) -> None:
         super().__init__()
+        self._warmups = warmups
         self._engine = engine
         self._run = gm.forward
         self._mutated = mutated
@@ -226,7 +238,7 @@ class CapturedSegment(torch.nn.Module):
         statics = tensors
         if not self._engine.late_binding:
             statics = [t if _storage(t) in self._fixed else _static_copy(t) for t in tensors]
-        replay = self._engine.capture(run, static_inputs=statics)
+        replay = self._engine.capture(run, static_inputs=statics, warmups=self._warmups)
         if not self._engine.late_binding:
             self._statics = statics
             self._write_back(tensors)

@@ -90,6 +90,7 @@ class ServedGraph:
             if not isinstance(i.value, Tensor) or i.is_wrapped_number
         )
         self._segmented: dict[tuple[fx.GraphModule, frozenset[str]], Segmented] = {}
+        self._warm: set[ProgramKey] = set()  # keys that have run, where the engine needs that
         self._refused: Refusal | None = None  # once several keys could not be recorded
         self._moving: set[int] = set()  # tensor inputs that were seen at two addresses
         padded = facts.slots.input_indices if facts.slots is not None else frozenset()
@@ -114,7 +115,7 @@ class ServedGraph:
             if plan.reason is not None:
                 self._count_fallback(plan)
             key = plan.decision.key
-            if key is not None:
+            if key is not None and self._is_warm(key):
                 program = self.programs.get(key)
                 if program is None:
                     program = self.programs[key] = self._new_program(plan, key)
@@ -127,6 +128,14 @@ class ServedGraph:
             graph = self.facts.written
         results: Sequence[Any] = graph.forward(*args)
         return plan.outputs.finish(results, args, copy=False)
+
+    def _is_warm(self, key: ProgramKey) -> bool:
+        """Whether ``key`` may be captured or replayed; the first call at it runs uncaptured where
+        the engine needs that, and is counted as such."""
+        if not self.engine.needs_warmup or key in self._warm:
+            return True
+        self._warm.add(key)
+        return False
 
     def _refuse_now(self, args: Sequence[Any]) -> Refusal | None:
         """Why this very call is not replayed, whatever its sizes."""
@@ -267,7 +276,10 @@ class ServedGraph:
         program.num_rows += sum(plan.decision.raw.values())
         program.num_padded_rows += sum(plan.decision.padded.values())
         keeps = key.padded or not self.engine.fresh_outputs
-        return plan.outputs.finish(results, args, copy=keeps and self.config.copy_outputs)
+        outputs = plan.outputs.finish(results, args, copy=keeps and self.config.copy_outputs)
+        if key.padded and self.facts.slots is not None:
+            self.facts.slots.after_copy_out()
+        return outputs
 
     # -- capturing -------------------------------------------------------------------------------
 
@@ -368,12 +380,13 @@ class ServedGraph:
 
         Only where a capture may be refused halfway: an engine that binds late records any call.
         """
-        if self.engine.late_binding:
+        if self.engine.late_binding or not self.engine.runs_while_recording:
             return []
         return saved([args[index] for index in sorted(self.facts.mutated)])
 
     def _restorable(self, state: Sequence[tuple[Tensor, Tensor]]) -> bool:
-        return bool(state) or not self.facts.mutated
+        nothing_ran = not self.engine.runs_while_recording
+        return nothing_ran or bool(state) or not self.facts.mutated
 
     def _give_up(
         self,

@@ -129,6 +129,10 @@ class GraphSlots:
                         _stale_rows(view, dim, live, full)
                     ) if stale and live else tail.zero_()
 
+    def after_copy_out(self) -> None:
+        """The step that these slots were filled for is over, as far as its stream was told."""
+        self.declared.after_copy_out()
+
     def mark_captured(self) -> None:
         """A graph has taken these addresses: the pool must keep the storages."""
         self.declared.mark_captured()

@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["autocast_off", "in_present_autocast", "no_autocast_cache"]
+__all__ = [
+    "autocast_off",
+    "in_present_autocast",
+    "in_present_inference_mode",
+    "no_autocast_cache",
+]
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
@@ -34,6 +39,17 @@ def autocast_off() -> AbstractContextManager[Any]:
         off: AbstractContextManager[Any] = torch._C._DisableAutocast()
         return off
     return nullcontext()
+
+
+def in_present_inference_mode(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` under inference mode or not, as it is now, and without gradients."""
+    enabled = torch.is_inference_mode_enabled()
+
+    def call_in_mode(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(enabled), torch.no_grad():
+            return call(*args, **kwargs)
+
+    return call_in_mode
 
 
 def in_present_autocast(call: Callable[..., Any]) -> Callable[..., Any]:

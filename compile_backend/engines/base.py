@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from compile_backend.errors import ReplayError
+from compile_backend.errors import CaptureError, ReplayError
 
 __all__ = ["Captured", "Engine", "NoEngine", "Replay", "captured_outputs"]
 
@@ -86,6 +86,11 @@ class Replay(ABC):
     def num_entries(self) -> int:
         """Calls that one replay makes."""
 
+    @property
+    def num_segments(self) -> int:
+        """Stretches of recorded work: more than one only in a breakable recording."""
+        return 1
+
     @abstractmethod
     def reset(self) -> None:
         """Free what the recording keeps; later calls raise ReplayError. Tensors that were already
@@ -102,6 +107,11 @@ class Engine(ABC):
     name: ClassVar[str]
     late_binding: ClassVar[bool]
     fresh_outputs: ClassVar[bool]
+    needs_warmup: ClassVar[bool] = False
+    """Whether a function must have run before it is captured: kernels are tuned, loaded or given
+    handles at their first call, which cannot be recorded."""
+    runs_while_recording: ClassVar[bool] = True
+    """Whether a capture that fails halfway has written what ran until then."""
 
     @abstractmethod
     def capture(self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0) -> Replay:
@@ -119,6 +129,22 @@ class Engine(ABC):
         never run again to recover: the caller decides what an error after a mutation means.
         """
 
+    def capture_breakable(
+        self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0
+    ) -> Replay:
+        """As :meth:`capture`, but a call of a ``no_graph`` function inside ``fn`` ends the segment:
+        it runs as written, also at every replay, and the next segment begins after it.
+
+        The recording is one Replay: segments and marked functions, in order. A marked function gets
+        the tensors of the replay. Where it has a ``capture_stub``, the results of the capturing
+        call are whatever the stub left. An engine that cannot interrupt a capture raises
+        CaptureError; one that can makes itself the thread's breaker (:mod:`.breakable`).
+        """
+        raise CaptureError(
+            f"engine {self.name!r} cannot interrupt a capture to run a no_graph function; use an "
+            "engine that can (host, host_strict), or capture piecewise with the compiler"
+        )
+
 
 class NoEngine(Engine):
     """Records nothing: a replay calls the function. What the other engines are compared with."""
@@ -132,6 +158,12 @@ class NoEngine(Engine):
         for _ in range(warmups):
             fn(*static_inputs)
         return _CallAgain(fn, static_inputs)
+
+    def capture_breakable(
+        self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0
+    ) -> Replay:
+        """As :meth:`capture`: marked functions just run, and no stub is called."""
+        return self.capture(fn, static_inputs=static_inputs, warmups=warmups)
 
 
 class _CallAgain(Replay):

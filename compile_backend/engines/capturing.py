@@ -25,11 +25,14 @@ def record(
     *,
     warmups: int,
     as_device: bool,
+    breakable: bool,
     build: Callable[[Tape, list[Any]], Built],
 ) -> Built:
     """Run ``fn`` as :meth:`Engine.capture` says; ``build`` makes the result from tape and outputs.
 
-    The tape's tensors live until ``build`` is done with them.
+    ``breakable`` as in :meth:`Engine.capture_breakable`: segments and marked functions go on one
+    tape, so that what crosses a break is a register like any other. The tape's tensors live until
+    ``build`` is done with them.
     """
     _check(fn, static_inputs)
     generators = GeneratorStates()
@@ -38,7 +41,7 @@ def record(
         _warm_up(fn, static_inputs, warmups)
         if warmups:
             generators.restore()
-        recorder = TapeRecorder(as_device=as_device, generators=generators)
+        recorder = TapeRecorder(as_device=as_device, breakable=breakable, generators=generators)
         outputs = _run(recorder, fn, static_inputs)
         return build(recorder.tape, outputs)
 

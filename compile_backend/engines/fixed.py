@@ -1,7 +1,10 @@
 """A tape as a function without arguments on the captured memory: what the strict engine replays."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from compile_backend.engines.program import Names, Program, target_of
 from compile_backend.engines.tape import (
@@ -16,6 +19,8 @@ from compile_backend.engines.tape import (
 from compile_backend.errors import ReplayError
 
 __all__ = ["fixed_program"]
+
+_COLLECTIVES = "_c10d_functional"
 
 
 def fixed_program(tape: Tape) -> Program:
@@ -55,6 +60,8 @@ def fixed_program(tape: Tape) -> Program:
 
 def _statements(names: Names, entry: Entry, fresh: set[Register], tape: Tape) -> list[str]:
     call = names.call(entry)
+    if fresh and entry.name.startswith(_COLLECTIVES):
+        call = f"{names.bind('arrived', _arrived)}({call})"
     if not fresh:
         return [call]
     if isinstance(entry.results, Register):
@@ -67,6 +74,12 @@ def _statements(names: Names, entry: Entry, fresh: set[Register], tape: Tape) ->
             for register in sorted(fresh, key=lambda register: register.index)
         ),
     ]
+
+
+def _arrived(result: Any) -> Any:
+    """The result of a collective once it is there: it is copied over the captured one at once,
+    and waiting for that one, as the recording does later, would not wait for this."""
+    return tree_map(torch.ops._c10d_functional.wait_tensor, result)
 
 
 def _overwriter(names: Names, register: Register, tape: Tape) -> str:

@@ -40,11 +40,22 @@ class HostEngine(Engine):
     def capture(
         self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0
     ) -> "HostReplay":
+        return self._record(fn, static_inputs, warmups, breakable=False)
+
+    def capture_breakable(
+        self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0
+    ) -> "HostReplay":
+        return self._record(fn, static_inputs, warmups, breakable=True)
+
+    def _record(
+        self, fn: Captured, static_inputs: Sequence[Tensor], warmups: int, *, breakable: bool
+    ) -> "HostReplay":
         return record(
             fn,
             static_inputs,
             warmups=warmups,
             as_device=False,
+            breakable=breakable,
             build=lambda tape, outputs: HostReplay(
                 tape, static_inputs, outputs, check_inputs=self._check_inputs
             ),
@@ -88,6 +99,7 @@ class HostReplay(Replay):
             if register in tape.inputs[:position]
         ]
         self._num_entries = self._program.num_calls
+        self._num_segments = tape.num_segments
         self._externals = [tape.tensor(each) for each in tape.of_origin(Origin.EXTERNAL)]
         self._pool_bytes = sum(each.nbytes for each in tape.pristine.values())
 
@@ -166,6 +178,10 @@ class HostReplay(Replay):
     @property
     def num_entries(self) -> int:
         return self._num_entries
+
+    @property
+    def num_segments(self) -> int:
+        return self._num_segments
 
     def forget_inputs(self) -> None:
         self._static_inputs = None

@@ -2,24 +2,27 @@
 
 A dispatch mode sees the operators, a function mode the Python calls that read a tensor without
 one. A compiled piece, a break op or a Python custom operator is one entry with both modes off
-inside it. A recorder that acts *as a device* enters break ops and custom operators instead, so
-that whatever a device graph could not hold inside them is refused.
+inside it, and so is a function marked ``no_graph`` where the capture is breakable. A recorder that
+acts *as a device* enters break ops and custom operators instead, so that whatever a device graph
+could not hold inside them is refused.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 
-from compile_backend.engines.autocast import in_present_autocast
+from compile_backend.engines.autocast import in_present_autocast, in_present_inference_mode
 from compile_backend.engines.bindings import quickest_callable
+from compile_backend.engines.breakable import MarkedCall, breaking_at, name_of
 from compile_backend.engines.custom_ops import registered_kernel
+from compile_backend.engines.held_tensors import held_tensors
 from compile_backend.engines.host_reads import is_metadata_query
 from compile_backend.engines.modes import SeeOperators, SeeReads
-from compile_backend.engines.opaque import CompiledPiece, recording_to
+from compile_backend.engines.opaque import CompiledPiece, current_recorder, recording_to
 from compile_backend.engines.process_state import GeneratorStates, modes_changed_to
 from compile_backend.engines.refusals import Refusals
 from compile_backend.engines.schemas import (
@@ -38,7 +41,7 @@ from compile_backend.engines.tape import (
     registers_in,
     tensors_in,
 )
-from compile_backend.errors import FallbackReason
+from compile_backend.errors import CaptureError, FallbackReason
 
 __all__ = ["TapeRecorder"]
 
@@ -51,10 +54,11 @@ _READING_HIGHER_ORDER = frozenset({"cond", "while_loop"})
 class TapeRecorder:
     """Records the calls of one function of one thread. Used once."""
 
-    def __init__(self, *, as_device: bool, generators: GeneratorStates) -> None:
+    def __init__(self, *, as_device: bool, breakable: bool, generators: GeneratorStates) -> None:
         self.tape = Tape()
         self.refusals = Refusals(self.tape, as_device=as_device)
         self._as_device = as_device
+        self._breakable = breakable
         self._generators = generators
         self._dispatch_mode = SeeOperators()
         self._function_mode = SeeReads()
@@ -66,7 +70,8 @@ class TapeRecorder:
         tape.inputs = [
             tape.find(tensor) or tape.add(tensor, Origin.INPUT) for tensor in static_inputs
         ]
-        with recording_to(self), self._watching():
+        breaking = breaking_at(self) if self._breakable else nullcontext()
+        with recording_to(self), breaking, self._watching():
             outputs = fn(*static_inputs)
         self.refusals.check_outputs(outputs)
         tape.outputs = [map_tensors(tape.read, each) for each in outputs]
@@ -137,6 +142,74 @@ class TapeRecorder:
             writes=tuple(registers_in(recorded)),
         )
         return result
+
+    def is_in_segment(self) -> bool:
+        return current_recorder() is self  # nobody is, inside what is kept whole
+
+    def call_between_segments(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        stub: Callable[..., Any] | None,
+    ) -> Any:
+        """Call a function that is marked ``no_graph``, as one entry between the segments."""
+        name = name_of(fn)
+        recorded = self._read((args, kwargs))
+        if not self._as_device:
+            self._refuse_held(fn, args, kwargs)
+        written = tuple(registers_in(recorded))
+        places = self._places(written)
+        try:
+            with self._hidden():
+                result = (fn if stub is None else stub)(*args, **kwargs)
+            call = MarkedCall(fn, result, (args, kwargs))
+        except Exception as error:
+            # Remembered: where the function swallows it here, a replay would not.
+            if not isinstance(error, CaptureError):
+                error = CaptureError(f"{name}, which is marked no_graph, raised {error!r}")
+            self.refusals.remember(error)
+            raise
+        if self._places(written) != places:
+            raise self.refusals.remember(
+                CaptureError(
+                    f"{name}, which is marked no_graph, gave an argument of its own other memory, "
+                    "shape or strides, which later segments would not see; write into it as it is"
+                )
+            )
+        self._append(
+            EntryKind.NO_GRAPH,
+            name,
+            in_present_autocast(in_present_inference_mode(call) if self._as_device else call),
+            *recorded,
+            results=None,
+            writes=written,
+        )
+        return result
+
+    def _refuse_held(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Refuse tensors of this capture that a marked function reaches other than as arguments.
+
+        Each replay makes new ones, so it would read those of the capture.
+        """
+        given = {id(tensor) for tensor in tensors_in((args, kwargs))}
+        for tensor in held_tensors(fn, args, kwargs):
+            register = self.tape.find(tensor)
+            if id(tensor) not in given and register and register.origin is not Origin.EXTERNAL:
+                raise self.refusals.remember(
+                    CaptureError(
+                        f"{name_of(fn)}, which is marked no_graph, holds a tensor of shape "
+                        f"{list(tensor.shape)} of the segments before it (in a closure, an object, "
+                        "an attribute); a replay makes another one, so pass it as an argument"
+                    )
+                )
+
+    def _places(self, registers: tuple[Register, ...]) -> list[tuple[int, Any]]:
+        tensors = map(self.tape.tensor, registers)
+        addresses = [each.data_ptr() for each in tensors if each.layout is torch.strided]
+        return list(zip(addresses, self._layouts(registers), strict=True))
 
     # --- one kind of call each ------------------------------------------------------------------
 

@@ -40,7 +40,10 @@ class Refusals:
 
     def error(self, reason: FallbackReason, what: str) -> CaptureError:
         """The error to raise, with advice that suits its reason."""
-        error = CaptureError(f"{what}; {_ADVICE[reason]}", reason)
+        return self.remember(CaptureError(f"{what}; {_ADVICE[reason]}", reason))
+
+    def remember(self, error: CaptureError) -> CaptureError:
+        """``error``, which now counts as raised even where the function swallows it."""
         if self.first is None:
             self.first = error
         return error
@@ -57,6 +60,12 @@ class Refusals:
         if changes_layout(op) and self._tape.is_from_outside(args[0]):
             raise self.error(
                 _FAILED, f"{op} changes the shape or strides of an input or external in place"
+            )
+        if op.namespace == "c10d":
+            raise self.error(
+                _FAILED,
+                f"{op} was called: a collective whose end is waited for on the host; call the "
+                "functional one (torch.distributed._functional_collectives)",
             )
         if self._as_device and op._schema.name in _REALLOCATING:
             raise self.error(_FAILED, f"{op} gives a tensor other memory")

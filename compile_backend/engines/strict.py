@@ -33,11 +33,22 @@ class StrictHostEngine(Engine):
     def capture(
         self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0
     ) -> "StrictHostReplay":
+        return self._record(fn, static_inputs, warmups, breakable=False)
+
+    def capture_breakable(
+        self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0
+    ) -> "StrictHostReplay":
+        return self._record(fn, static_inputs, warmups, breakable=True)
+
+    def _record(
+        self, fn: Captured, static_inputs: Sequence[Tensor], warmups: int, *, breakable: bool
+    ) -> "StrictHostReplay":
         return record(
             fn,
             static_inputs,
             warmups=warmups,
             as_device=True,
+            breakable=breakable,
             build=lambda tape, outputs: StrictHostReplay(tape, static_inputs, outputs),
         )
 
@@ -50,6 +61,7 @@ class StrictHostReplay(Replay):
         self._outputs = list(outputs)
         self._addresses = [_address(tensor) for tensor in static_inputs]
         self._num_entries = self._program.num_calls
+        self._num_segments = tape.num_segments
         self._externals = [tape.tensor(each) for each in tape.of_origin(Origin.EXTERNAL)]
         made = {
             storage_of(tensor): tensor
@@ -99,6 +111,10 @@ class StrictHostReplay(Replay):
     @property
     def num_entries(self) -> int:
         return self._num_entries
+
+    @property
+    def num_segments(self) -> int:
+        return self._num_segments
 
     def reset(self) -> None:
         self._program = None

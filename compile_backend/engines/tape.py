@@ -45,6 +45,7 @@ class EntryKind(Enum):
     HIGHER_ORDER = "higher-order operator"
     PIECE = "piece"
     BREAK_OP = "break op"
+    NO_GRAPH = "no_graph function"
     CONSTANT = "constant"
 
 
@@ -119,6 +120,12 @@ class Tape:
         known = self.find(tensor)
         outside = [*self.of_origin(Origin.INPUT), *self.of_origin(Origin.EXTERNAL)]
         return known is None or any(self.tensor(register) is tensor for register in outside)
+
+    @property
+    def num_segments(self) -> int:
+        """Stretches of entries between functions that are marked to be in none."""
+        kinds = [entry.kind is EntryKind.NO_GRAPH for entry in self.entries]
+        return sum(not ends and begins for ends, begins in zip(kinds, [True, *kinds], strict=False))
 
     def made_storage(self, storage: int) -> bool:
         """Whether a call of this tape brought the storage into being."""

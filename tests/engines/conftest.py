@@ -10,10 +10,62 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from compile_backend.engines import Engine, HostEngine, NoEngine, Replay, StrictHostEngine
+from compile_backend.engines import (
+    CudaEngine,
+    Engine,
+    HostEngine,
+    NoEngine,
+    Replay,
+    StrictHostEngine,
+    TreesEngine,
+)
 from compile_backend.engines.opaque import current_recorder
 
 Feed = Callable[[Engine, Replay, Sequence[Tensor], Sequence[Tensor]], list]
+
+
+needs_cuda = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+DEVICE_ENGINES = [pytest.param(each, marks=needs_cuda) for each in (CudaEngine, TreesEngine)]
+
+# The tests of this directory that hold for a graph on a device as they are. The others are about
+# what a tape sees (host reads by name, pieces as entries), or copy Python numbers to the device
+# inside the captured function, which a device graph cannot hold.
+HOLD_ON_A_DEVICE = {
+    "test_a_failing_warm_up_is_a_capture_error",
+    "test_a_failure_leaves_everything_as_found_and_a_retry_works",
+    "test_a_function_with_its_own_modes_is_recorded",
+    "test_a_refused_capture_leaves_no_tensor_alive",
+    "test_a_replay_without_inputs_reads_the_captured_tensors_anew",
+    "test_an_external_is_mutated_once_per_call",
+    "test_an_external_that_changes_in_place_is_read_anew",
+    "test_an_input_is_mutated_once_per_call_and_once_by_the_capture",
+    "test_an_interrupt_passes_and_restores",
+    "test_an_operators_own_error_is_chained",
+    "test_an_output_that_is_an_input_or_an_external_is_that_tensor",
+    "test_a_capture_inside_a_capture_is_refused",
+    "test_a_capture_with_grad_enabled_records_without_gradients",
+    "test_modes_the_function_leaves_behind_are_removed_and_the_callers_stay",
+    "test_outputs_must_be_flat",
+    "test_random_operators_draw_anew_and_match_eager_for_the_same_seed",
+    "test_static_inputs_must_be_tensors",
+    "test_warm_ups_run_first_and_leave_the_generator_alone",
+}
+
+
+def _on_its_device(request):
+    """The engine of a parameter; tests of engines on a device make their tensors there."""
+    engine = request.param()
+    if engine.name not in ("cuda", "trees"):
+        yield engine
+        return
+    if request.function.__name__ not in HOLD_ON_A_DEVICE:
+        pytest.skip("about what a tape records, not what a device graph does")
+    with torch.device("cuda"):
+        yield engine
+    torch.compiler.reset()
 
 
 @pytest.fixture(autouse=True)
@@ -25,16 +77,18 @@ def _one_thread():
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(params=[NoEngine, HostEngine, StrictHostEngine], ids=lambda each: each.name)
-def engine(request) -> Engine:
+@pytest.fixture(
+    params=[NoEngine, HostEngine, StrictHostEngine, *DEVICE_ENGINES], ids=lambda each: each.name
+)
+def engine(request):
     """Every engine: what a replay computes is the same on all."""
-    return request.param()
+    yield from _on_its_device(request)
 
 
-@pytest.fixture(params=[HostEngine, StrictHostEngine], ids=lambda each: each.name)
-def recorder(request) -> Engine:
+@pytest.fixture(params=[HostEngine, StrictHostEngine, *DEVICE_ENGINES], ids=lambda each: each.name)
+def recorder(request):
     """Engines that record."""
-    return request.param()
+    yield from _on_its_device(request)
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
@@ -70,9 +124,9 @@ def found_as_left():
         before = _process_state()
         yield
         after = _process_state()
-        generator, generator_after = before.pop("generator"), after.pop("generator")
+        generators, generators_after = before.pop("generators"), after.pop("generators")
         assert before == after
-        assert torch.equal(generator, generator_after)
+        assert all(map(torch.equal, generators, generators_after))
 
     return check
 
@@ -86,5 +140,11 @@ def _process_state() -> dict[str, object]:
         "in a mode": torch.utils._python_dispatch.is_in_torch_dispatch_mode(),
         "collector": gc.isenabled(),
         "recorder": current_recorder(),
-        "generator": torch.get_rng_state(),
+        "frozen": gc.get_freeze_count() > 0,
+        "stream": torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
+        "generators": [torch.get_rng_state(), *_device_generators()],
     }
+
+
+def _device_generators() -> list[Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
