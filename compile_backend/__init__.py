@@ -4,6 +4,7 @@ from compile_backend.backend import GraphbufBackend, graphbuf
 from compile_backend.compat import register_dynamo_backend
 from compile_backend.config import GraphbufConfig
 from compile_backend.declared import BatchDeclaration, declaration_of, declare_batch
+from compile_backend.engines import no_graph
 from compile_backend.errors import (
     CaptureError,
     ConfigError,
@@ -70,6 +71,7 @@ __all__ = [
     "dump",
     "explain",
     "graphbuf",
+    "no_graph",
     "share_input_buffer",
 ]
 

@@ -16,6 +16,7 @@
     ├── PaddingError               two runs with different padding disagreed on a live row
     ├── ContextError               attention lacks what it needs of the forward pass around it
     ├── KVCacheError               a token slot or table row is asked for or given back wrongly
+    ├── MissingExtraError          an optional package is needed; names the extra that installs it
     └── FallbackError              ``strict=True`` and a call would have run uncaptured
 
 A fall-back is a result, not an error: it carries a :class:`FallbackReason`, is counted, and is
@@ -32,6 +33,7 @@ __all__ = [
     "FallbackReason",
     "GraphbufError",
     "KVCacheError",
+    "MissingExtraError",
     "PaddingError",
     "PassError",
     "RegistryError",
@@ -110,6 +112,10 @@ class KVCacheError(GraphbufError):
     """A token slot or a request's row is asked for, written or given back wrongly."""
 
 
+class MissingExtraError(GraphbufError, ImportError):
+    """An optional package that was asked for cannot be imported; names the extra to install."""
+
+
 class FallbackError(GraphbufError):
     """``strict=True`` and a call would have run uncaptured. ``reason`` says why."""
 
@@ -144,6 +150,12 @@ class FallbackReason(Enum):
     MODE_NOT_CAPTURED = "no graph runner serves this forward mode"
     VARIANT_NOT_TRACED = "the batch has other optional fields or flags than were traced"
     PADDING_WASTE = "the next captured size is too much larger than the batch"
+    WEIGHTS_UNTIED = "weights that were one tensor when the model was traced are several now"
+    CONTEXT_PARALLEL = "context parallelism splits prefill between ranks, which no graph follows"
+    MIXED_ENCODER = "some requests have an encoder output and some have none"
+    RANKS_DIFFER = "another data-parallel rank runs no graph, and ranks meet in collectives"
+    HIDDEN_STATES = "the batch wants more hidden states than were captured"
+    STREAM_NOT_CAPTURED = "no graph was captured for this stream index"
     NO_TOKENS = "the batch has no token"
     NESTED_CALL = "the call was made inside another one, whose slots are in use"
     ALIASED_INPUTS = "arguments that the graph writes share memory with others as never before"

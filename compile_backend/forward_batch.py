@@ -6,12 +6,13 @@ use, so that a batch of theirs fits by attribute access.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-__all__ = ["ForwardBatch", "ForwardMode", "PPProxyTensors"]
+__all__ = ["CaptureHiddenMode", "ForwardBatch", "ForwardMode", "PPProxyTensors"]
 
 
 class ForwardMode(Enum):
@@ -63,6 +64,19 @@ class ForwardMode(Enum):
         return self is ForwardMode.MIXED
 
 
+class CaptureHiddenMode(IntEnum):
+    """Which hidden states a forward hands out. Each holds what the one before it does."""
+
+    NULL = 0
+    """None."""
+
+    LAST = 1
+    """Those of the rows whose logits are wanted."""
+
+    FULL = 2
+    """Those of every token."""
+
+
 @dataclass(eq=False)
 class PPProxyTensors:
     """Named tensors that one pipeline stage hands to the next (hidden states, residual)."""
@@ -84,6 +98,14 @@ class PPProxyTensors:
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Pairs of name and tensor."""
         return iter(self.tensors.items())
+
+
+pytree.register_pytree_node(
+    PPProxyTensors,
+    lambda proxies: (list(proxies.tensors.values()), list(proxies.tensors)),
+    lambda values, names: PPProxyTensors(dict(zip(names, values, strict=True))),
+    serialized_type_name="compile_backend.PPProxyTensors",
+)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -109,6 +131,7 @@ class ForwardBatch:
     seq_lens_cpu: Tensor | None = None  # [bs] int64, the same on the host
     seq_lens_sum: int | None = None
     encoder_lens: Tensor | None = None  # [bs]
+    encoder_lens_cpu: list[int] | None = None
     rids_int: Tensor | None = None  # [bs]
     bootstrap_room_ids_int: Tensor | None = None  # [bs]
 
@@ -139,6 +162,10 @@ class ForwardBatch:
     sampling_info: Any = None
     multimodal_inputs: list[Any] | None = None
     return_logprob: bool = False
+    capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.FULL
+    can_run_dp_cuda_graph: bool = False  # every data-parallel rank decodes or is idle
+    has_lora: bool = False  # whether any request uses an adapter; part of the graph key
+    stream_index: int | None = None  # of phase-multiplexed decode: graphs per stream; None is 0
 
     @property
     def num_tokens(self) -> int:

@@ -57,6 +57,11 @@ class OutputPlan:
 
     outputs: tuple[_Output, ...]
 
+    @property
+    def returns_inputs(self) -> bool:
+        """Whether an output is an input, or a view of one."""
+        return any(o.input_index is not None or o.is_view_of_input for o in self.outputs)
+
     def bind(self, sizes: Mapping[sympy.Symbol, int]) -> BoundOutputs:
         """The plan at concrete live sizes. What depends on values is left as the graph made it."""
         geometry: list[_Geometry | None] = []

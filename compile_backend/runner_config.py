@@ -10,6 +10,7 @@ speculative decoding, and how its graphs are captured. Every size follows from i
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -32,11 +33,24 @@ from compile_backend.config import (
     make_option,
 )
 from compile_backend.errors import ConfigError
+from compile_backend.forward_batch import CaptureHiddenMode
 
-__all__ = ["RunnerConfig", "SpeculativeAlgorithm", "SpeculativeRole"]
+__all__ = [
+    "DeepGemmWarmup",
+    "EmbedsSource",
+    "PrefillBackend",
+    "RunnerConfig",
+    "SpeculativeAlgorithm",
+    "SpeculativeRole",
+    "WorkerRole",
+]
 
 SpeculativeAlgorithm = Literal["EAGLE", "DFLASH", "FROZEN_KV_MTP"]
 SpeculativeRole = Literal["none", "target", "draft"]
+PrefillBackend = Literal["piecewise", "breakable"]
+WorkerRole = Literal["both", "prefill", "decode"]
+EmbedsSource = Literal["in_graph", "from_batch"]
+DeepGemmWarmup = Literal["auto", "always", "never"]
 
 
 def _check_optional_count(minimum: int) -> Any:
@@ -69,6 +83,18 @@ def _check_waste(name: str, value: Any) -> float:
             "live tokens of at least 1.0, such as 2.0"
         )
     return float(value)
+
+
+def _check_hidden_mode(name: str, value: Any) -> CaptureHiddenMode:
+    if not isinstance(value, CaptureHiddenMode):
+        raise ConfigError(f"option {name!r} is {value!r}; pass a member of CaptureHiddenMode")
+    return value
+
+
+def _check_file(name: str, value: Any) -> str | None:
+    if value is None or (isinstance(value, (str, os.PathLike)) and os.fspath(value)):
+        return None if value is None else os.fspath(value)
+    raise ConfigError(f"option {name!r} is {value!r}; pass the path of a file, or None")
 
 
 def _check_dtype(name: str, value: Any) -> torch.dtype:
@@ -137,6 +163,12 @@ class RunnerConfig:
         False, "the MLP gathers the tokens of every data-parallel rank", check_flag
     )
 
+    role: WorkerRole = make_option(
+        "both",
+        "which batches arrive, where prefill and decode run on different workers",
+        check_choice(*get_args(WorkerRole)),
+    )
+
     # Speculative decoding and diffusion
     speculative_algorithm: SpeculativeAlgorithm | None = make_option(
         None, "how tokens are drafted: EAGLE, DFLASH, FROZEN_KV_MTP, or None", _check_algorithm
@@ -181,6 +213,13 @@ class RunnerConfig:
     max_padding_waste: float = make_option(
         2.0, "ratio of padded to live tokens above which a prefill runs eagerly", _check_waste
     )
+    prefill_backend: PrefillBackend = make_option(
+        "piecewise",
+        "how prefill graphs are made: piecewise traces and compiles the model and proves that it "
+        "may be padded; breakable records it as written between functions marked no_graph, and "
+        "the model's owner vouches for the padding",
+        check_choice(*get_args(PrefillBackend)),
+    )
     engine: EngineName = make_option(
         "auto",
         "how graphs are captured: auto picks by device; none captures nothing",
@@ -212,6 +251,32 @@ class RunnerConfig:
     )
     show_progress: bool = make_option(True, "show a progress bar while capturing", check_flag)
 
+    num_streams: int = make_option(
+        1, "streams of phase-multiplexed decode, each with graphs of its own", check_count(1)
+    )
+    enable_lora: bool = make_option(
+        False, "capture each graph with and without adapters (ForwardBatch.has_lora)", check_flag
+    )
+    capture_hidden_mode: CaptureHiddenMode = make_option(
+        CaptureHiddenMode.FULL,
+        "which hidden states graphs hand out; a batch that wants more runs eagerly",
+        _check_hidden_mode,
+    )
+
+    # Warm-up
+    enable_flashinfer_autotune: bool = make_option(
+        True, "have FlashInfer measure its kernels at the captured sizes", check_flag
+    )
+    flashinfer_autotune_cache: str | None = make_option(
+        None, "file that keeps what was measured, for the next start; rank 0's is used", _check_file
+    )
+    deep_gemm_warmup: DeepGemmWarmup = make_option(
+        "auto",
+        "run the model at the sizes for which DeepGEMM compiles kernels: where it is installed and "
+        "the model is on a GPU, always, or never",
+        check_choice(*get_args(DeepGemmWarmup)),
+    )
+
     # The model
     is_multimodal: bool = make_option(
         False, "the model embeds images or sound, so prefill takes input_embeds", check_flag
@@ -222,7 +287,17 @@ class RunnerConfig:
     enable_mamba_track: bool = make_option(
         False, "batches say which recurrent states to keep (mamba_track_*)", check_flag
     )
-    hidden_size: int | None = make_option(None, "width of input_embeds", _check_optional_count(1))
+    hidden_size: int | None = make_option(
+        None,
+        "width of input_embeds, which then have a slot; None has batches that bring them run "
+        "eagerly",
+        _check_optional_count(1),
+    )
+    input_embeds: EmbedsSource = make_option(
+        "in_graph",
+        "who writes the slot of input_embeds: the model, inside the graph, or a batch that has any",
+        check_choice(*get_args(EmbedsSource)),
+    )
     embed_dtype: torch.dtype | None = make_option(
         None, "dtype of input_embeds", _check_optional_dtype
     )
@@ -327,6 +402,12 @@ class RunnerConfig:
                 f"option 'speculative_adaptive_max_draft_tokens' is {largest}, below "
                 f"'speculative_num_draft_tokens', {self.speculative_num_draft_tokens}; "
                 f"pass at least that"
+            )
+        if largest is not None and self.enable_mlp_sync:
+            raise ConfigError(
+                f"option 'speculative_adaptive_max_draft_tokens' is {largest} but "
+                "'enable_mlp_sync' is True, and a rank without requests cannot know how wide the "
+                "others are; leave one of them out"
             )
         if self.dllm_block_size is not None:
             raise ConfigError(

@@ -20,10 +20,11 @@ ALLOWED: dict[str, set[str]] = {
     "compat": set(),
     "cli": set(),
     "forward_batch": {"errors"},
-    "runner_config": {"config", "errors"},
+    "runner_config": {"config", "errors", "forward_batch"},
     "registry": {"errors", "config", "forward_batch", "runner_config"},
     "engines": {"errors", "config"},
-    "attention": {"errors", "engines", "forward_batch"},
+    "extras": {"errors"},
+    "attention": {"errors", "engines", "extras", "forward_batch"},
     "declared": {"errors", "registry"},
     "compilers": BASE,
     "passes": BASE | {"registry"},
@@ -37,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "padding_plan": {"config", "engines", "errors", "passes"},
     "pieces": BASE | {"compilers", "engines", "passes"},
     "compiled_graph": BASE | {"engines", "output_plan", "padding_plan", "passes", "pieces"},
+    "graph_files": {"passes"},
     "step": set(),
     "served_graph": BASE
     | {
@@ -50,9 +52,10 @@ ALLOWED: dict[str, set[str]] = {
         "step",
     },
     "runners": BASE
-    | {"attention", "compiled_graph", "declared", "engines", "forward_batch", "output_plan"}
-    | {"passes", "program", "registry", "runner_config", "step"},
-    "inspect": BASE | {"owners", "passes", "served_graph"},
+    | {"attention", "compiled_graph", "declared", "engines", "forward_batch", "graph_files"}
+    | {"output_plan"}
+    | {"extras", "passes", "program", "registry", "runner_config", "step"},
+    "inspect": BASE | {"graph_files", "owners", "passes", "served_graph"},
 }
 PARTS = sorted({path.relative_to(ROOT).parts[0].removesuffix(".py") for path in ROOT.rglob("*.py")})
 UNCHECKED = {"__init__", "backend"}  # the public names, and the table of contents

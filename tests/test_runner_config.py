@@ -111,6 +111,15 @@ def test_a_bad_value_is_named_with_its_option(options, message):
             {"speculative_algorithm": "EAGLE"},
         ),
         (
+            {
+                **EAGLE_TARGET,
+                "speculative_adaptive_max_draft_tokens": 8,
+                "enable_mlp_sync": True,
+            },
+            "speculative_adaptive_max_draft_tokens",
+            {"enable_mlp_sync": False},
+        ),
+        (
             {**EAGLE_TARGET, "speculative_adaptive_max_draft_tokens": 3},
             "speculative_adaptive_max_draft_tokens",
             {"speculative_adaptive_max_draft_tokens": 4},

@@ -33,6 +33,11 @@ class AttentionBackend(ABC):
     def seq_len_fill_value(self) -> int:
         """The length of a padded request."""
 
+    @property
+    def max_seq_len(self) -> int | None:
+        """The longest request that can be planned, or None where there is no limit."""
+        return None
+
     @abstractmethod
     def init_graph_state(self, *, max_bs: int, max_num_tokens: int) -> None:
         """Make the metadata buffers that graphs read; before the first capture.

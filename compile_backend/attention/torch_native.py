@@ -58,6 +58,10 @@ class TorchNativeBackend(AttentionBackend):
     def seq_len_fill_value(self) -> int:
         return 1
 
+    @property
+    def max_seq_len(self) -> int:
+        return self.request_table.max_context_len
+
     def init_graph_state(self, *, max_bs: int, max_num_tokens: int) -> None:
         """As the contract says. 5 bytes per request and token of context."""
         if max_bs <= self._max_bs:

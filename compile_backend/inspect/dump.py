@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
+from compile_backend.graph_files import write_graph
 from compile_backend.inspect.explain import explain
 from compile_backend.inspect.report import GraphReport
 from compile_backend.owners import backends_of
@@ -33,20 +33,5 @@ def dump(compiled: Any, directory: str) -> list[Path]:
 
 def dump_graph(directory: str, report: GraphReport) -> list[Path]:
     """Write one graph: a numbered file per stage of the pipeline and one per piece."""
-    folder = Path(directory) / re.sub(r"[^\w.-]+", "_", report.name)
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {
-        f"{number:02d}_{stage.name.replace(' ', '_')}.py": stage.code
-        for number, stage in enumerate(report.built.stages)
-    }
-    for number, piece in enumerate(report.built.pieces):
-        files[f"piece_{number}.py"] = piece.print_readable(print_output=False)
-    files["cuts.txt"] = "".join(
-        f"{cut.op} ({cut.source}): {cut.why}\n" for cut in report.built.cuts
-    )
-    written = []
-    for name, text in files.items():
-        path = folder / name
-        path.write_text(text + "\n")
-        written.append(path)
-    return written
+    built = report.built
+    return write_graph(directory, report.name, built.stages, built.pieces, built.cuts)

@@ -227,18 +227,21 @@ def storages_in(value: Any) -> frozenset[int]:
 _FRAME = re.compile(
     r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)'
 )
-_TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
+_LIBRARY_DIRS = tuple(
+    os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
+)
 
 
 def source_line(node: fx.Node) -> str:
     """``file.py:123, in forward: code`` of the innermost frame of the user that made ``node``.
 
-    Frames inside PyTorch count only where there are no others; without any frame, the node's name.
+    Frames inside PyTorch and this package count only where there are no others; without any frame,
+    the node's name.
     """
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     if not frames:
         return f"node {node.name}"
-    users = [frame for frame in frames if not frame["path"].startswith(_TORCH_DIR)]
+    users = [frame for frame in frames if not frame["path"].startswith(_LIBRARY_DIRS)]
     frame = (users or frames)[-1]
     code = frame["code"].strip()
     return f"{os.path.basename(frame['path'])}:{frame['line']}, in {frame['function']}: {code}"

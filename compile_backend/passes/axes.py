@@ -183,7 +183,7 @@ def _refuse(
             f"{named} has shape {list(sizes)}, of which a size varies that is not "
             "padded; fix it, or pad it by hand",
         )
-    if graph_input.name in mutated:
+    if graph_input.name in mutated and not _is_computed(graph_input):
         return Refusal(
             FallbackReason.MUTATED_INPUT,
             f"{named} is written by the graph, so it is passed through and cannot be padded; "
@@ -297,3 +297,10 @@ def _carried_symbol(graph_input: GraphInput) -> sympy.Symbol | None:
     if graph_input.kind in (InputKind.SIZE, InputKind.SIZE_FIELD):
         return symbol_of(graph_input.value)
     return None
+
+
+def _is_computed(graph_input: GraphInput) -> bool:
+    """Whether a field's slot is written inside the graph, so that nothing is copied into it."""
+    if graph_input.declaration is None or graph_input.field is None:
+        return False
+    return bool(graph_input.declaration.slots[graph_input.field].is_computed)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import torch
 
-from compile_backend.errors import SlotMismatchError
+from compile_backend.errors import ConfigError, SlotMismatchError
 from compile_backend.forward_batch import ForwardBatch
 from compile_backend.registry.capacity import mlp_sync_padded_tokens
 from compile_backend.runner_config import RunnerConfig
 
-__all__ = ["prepare_mlp_sync_batch"]
+__all__ = ["agreed_num_tokens", "prepare_mlp_sync_batch"]
 
 
 def prepare_mlp_sync_batch(
@@ -48,3 +48,15 @@ def prepare_mlp_sync_batch(
         global_num_tokens_gpu=torch.tensor(padded, dtype=torch.int64, device=device),
         num_token_non_padded_cpu=own,
     )
+
+
+def agreed_num_tokens(batch: ForwardBatch) -> list[int]:
+    """The tokens that each rank runs. Raises ConfigError for a batch on which no rank agreed."""
+    counts = batch.global_num_tokens_cpu
+    if counts is None:
+        raise ConfigError(
+            f"enable_mlp_sync is set but a {batch.forward_mode.name} batch of {batch.num_tokens} "
+            "tokens has no global_num_tokens_cpu, so the ranks would run different sizes and wait "
+            "for each other; pass it through prepare_mlp_sync_batch"
+        )
+    return counts

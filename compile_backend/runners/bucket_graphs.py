@@ -24,6 +24,7 @@ from compile_backend.passes.axes import Refusal
 from compile_backend.passes.segment import Segmented, segment
 from compile_backend.program import AddressChangedError, CapturedProgram
 from compile_backend.registry.registry import CudaGraphBufferRegistry
+from compile_backend.runners.output import copied_from
 from compile_backend.runners.traced import TracedGraph
 
 __all__ = ["BucketGraphs", "BucketUse", "GraphKey"]
@@ -33,12 +34,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What a captured bucket is looked up by. ``attention`` are the numbers its plan bakes in."""
+    """What a captured bucket is looked up by.
+
+    ``attention`` are the numbers that attention's plan bakes in, ``lora`` whether adapters are
+    applied, ``stream`` the stream of phase-multiplexed decode.
+    """
 
     graph: str
     bs: int
     tokens: int
     attention: tuple[int, ...] = ()
+    lora: bool = False
+    stream: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,13 @@ class BucketUse:
     capture_seconds: float
     pool_bytes: int
     refused_whole: str | None
+
+
+@dataclass(slots=True)
+class _Counts:
+    hits: int = 0
+    num_rows: int = 0
+    num_padded_rows: int = 0
 
 
 class BucketGraphs:
@@ -77,6 +91,7 @@ class BucketGraphs:
         self._config = dataclasses.replace(config, cudagraph_mode=mode)
         self._copy_outputs = copy_outputs
         self._programs: dict[GraphKey, CapturedProgram] = {}
+        self._counts: dict[GraphKey, _Counts] = {}  # outlive a recording that is made again
         self._views: dict[GraphKey, dict[str, Tensor]] = {}
         self._segmented: dict[tuple[str, frozenset[str]], Segmented] = {}
         self._level: dict[GraphKey, int] = {}  # of the segment cuts that the engine took
@@ -86,6 +101,10 @@ class BucketGraphs:
 
     def __len__(self) -> int:
         return len(self._programs)
+
+    @property
+    def engine_name(self) -> str:
+        return self._engine.name
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
@@ -104,9 +123,9 @@ class BucketGraphs:
         return tuple(
             BucketUse(
                 key=key,
-                hits=program.hits,
-                num_rows=program.num_rows,
-                num_padded_rows=program.num_padded_rows,
+                hits=self._counts[key].hits,
+                num_rows=self._counts[key].num_rows,
+                num_padded_rows=self._counts[key].num_padded_rows,
                 num_segments=program.num_segments,
                 capture_seconds=program.capture_seconds,
                 pool_bytes=program.pool_bytes,
@@ -118,7 +137,7 @@ class BucketGraphs:
     def capture(self, graph: TracedGraph, key: GraphKey) -> Refusal | None:
         """Record one bucket on the slots as they are filled; publishes nothing where it fails.
 
-        Returns why it cannot be captured, or None. Raises what the model itself raised.
+        Returns why it cannot be captured, or None. What the model raises refuses this bucket alone.
         """
         sizes = {"bs": key.bs, "tokens": key.tokens}
         if graph.refusal is not None:
@@ -135,10 +154,13 @@ class BucketGraphs:
             program, _ = self._capture(graph, key, views)
         except CaptureError as error:
             return Refusal(error.reason, str(error))
+        except Exception as error:  # noqa: BLE001 - the model's own, or an operator's of it
+            return Refusal(FallbackReason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
         finally:
             for tensor, value in zip(written, before, strict=True):
                 tensor.copy_(value)
         self._programs[key], self._views[key] = program, views
+        self._counts.setdefault(key, _Counts())
         return None
 
     def replay(
@@ -161,19 +183,21 @@ class BucketGraphs:
             program, results = self._capture(graph, key, views, like=program)
             self._programs[key] = program
             self.num_recaptures += 1
-        program.hits += 1
-        program.num_rows += raw["tokens"]
-        program.num_padded_rows += key.tokens
+        counts = self._counts[key]
+        counts.hits += 1
+        counts.num_rows += raw["tokens"]
+        counts.num_padded_rows += key.tokens
 
         def args() -> list[Any]:
             """The graph's arguments at the live sizes; an output may be one of them."""
             live = {name: self.registry.view(name, raw) for name in graph.slots.values()}
-            if self._copy_outputs:
-                live = {name: view.clone() for name, view in live.items()}
             return _arguments(graph, raw, graph.tensors(live))
 
         copy = self._copy_outputs and not self._engine.fresh_outputs
-        return graph.finish(results, args, raw, copy=copy)
+        result = graph.finish(results, args, raw, copy=copy)
+        if self._copy_outputs and graph.returns_inputs:
+            return copied_from(self.registry.buffers(), result)
+        return result
 
     def reset(self) -> None:
         """Drop every recording."""
@@ -199,10 +223,9 @@ class BucketGraphs:
             template=graph.template(sizes),
             positions=graph.tensor_positions,
             staged=frozenset(),
+            warmups=int(self._engine.needs_warmup and like is None),
         )
         if like is not None:
-            program.hits, program.num_rows = like.hits, like.num_rows
-            program.num_padded_rows = like.num_padded_rows
             like.reset()
         tensors = graph.tensors(views)
         started = time.perf_counter()

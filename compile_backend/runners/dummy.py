@@ -5,11 +5,11 @@ Every token of a dummy batch writes the scratch slot, and every request reads th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from compile_backend.forward_batch import ForwardBatch, ForwardMode
+from compile_backend.forward_batch import ForwardBatch, ForwardMode, PPProxyTensors
 
 __all__ = ["dummy_batch", "trace_sizes"]
 
@@ -23,16 +23,20 @@ def dummy_batch(
     device: torch.device,
     cache_loc_dtype: torch.dtype = torch.int64,
     optional: Collection[str] = (),
+    pp_proxy_rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
+    encoder_lens: tuple[int, torch.dtype] | None = None,
+    embeds: tuple[int, torch.dtype] | None = None,
 ) -> ForwardBatch:
     """``batch_size`` requests with ``num_tokens`` tokens between them; ``seq_len`` each in decode.
 
-    In the modes that extend, the first request has what the others, of one token, leave over, and
-    nobody has a prefix. ``optional`` names optional fields that are present.
+    In the modes that extend, requests have equal shares of the tokens, and nobody has a prefix.
+    ``optional`` names what is present: ``mrope_positions``, ``mamba_track``, ``lora``,
+    ``input_embeds`` (of width and dtype ``embeds``). ``encoder_lens`` gives each request's encoder
+    length, and the dtype.
     """
-    extends = mode.is_extend() and batch_size > 0
-    lengths = [num_tokens // batch_size] * batch_size if batch_size else []
-    if batch_size:
-        lengths[0] += num_tokens - sum(lengths)
+    extends = mode.is_extend()
+    share, rest = divmod(num_tokens, batch_size) if batch_size else (0, 0)
+    lengths = [share + (request < rest) for request in range(batch_size)]
     seq_lens = torch.tensor(lengths if extends else [seq_len] * batch_size, dtype=torch.int64)
 
     def per_token(dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -62,6 +66,27 @@ def dummy_batch(
         batch.extend_prefix_lens_cpu = [0] * batch_size
     if "mrope_positions" in optional:
         batch.mrope_positions = torch.zeros(3, num_tokens, dtype=torch.int64, device=device)
+    if "input_embeds" in optional:
+        assert embeds is not None
+        width, dtype = embeds
+        batch.input_embeds = torch.zeros(num_tokens, width, dtype=dtype, device=device)
+    if "mamba_track" in optional:
+        batch.mamba_track_indices = per_request()
+        batch.mamba_track_mask = per_request(torch.bool)
+        if extends:
+            batch.mamba_track_seqlens = per_request()
+    if encoder_lens is not None:
+        length, dtype = encoder_lens
+        batch.encoder_lens = torch.full((batch_size,), length, dtype=dtype, device=device)
+        batch.encoder_lens_cpu = [length] * batch_size
+    if pp_proxy_rows:
+        batch.pp_proxy_tensors = PPProxyTensors(
+            {
+                key: torch.zeros(num_tokens, *row, dtype=dtype, device=device)
+                for key, (row, dtype) in pp_proxy_rows.items()
+            }
+        )
+    batch.has_lora = "lora" in optional
     return batch
 
 

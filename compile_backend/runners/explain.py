@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from compile_backend.errors import FallbackReason
 from compile_backend.passes.split import Cut
 from compile_backend.registry.registry import SlotFact
-from compile_backend.runners.bucket_graphs import BucketUse
+from compile_backend.runners.bucket_graphs import BucketUse, GraphKey
 
 if TYPE_CHECKING:
     from compile_backend.runners.model_runner import ModelRunner
@@ -40,7 +40,7 @@ class RunnerUse:
     engine: str
     mode: str  # FULL or PIECEWISE
     buckets: tuple[BucketUse, ...]
-    refused: Mapping[str, str]  # bucket -> why it was not captured
+    refused: tuple[tuple[str, str], ...]  # bucket, and why it was not captured
     recaptures: int
 
     @property
@@ -80,7 +80,7 @@ class RunnerExplanation:
     paths: Mapping[str, int]  # forwards by the path that ran them
     fallbacks: Mapping[FallbackReason, int]
     logits_fallbacks: Mapping[FallbackReason, int]
-    messages: Mapping[FallbackReason, str]
+    messages: Mapping[tuple[str, FallbackReason], str]  # by forward mode (or "logits") and reason
     warmup: WarmupFacts | None
 
     @property
@@ -113,13 +113,13 @@ def explain_runner(runner: ModelRunner) -> RunnerExplanation:
         RunnerUse(
             name=each.name,
             unit=each.unit,
-            engine=runner.served.engine.name,
+            engine=each.graphs.engine_name,
             mode=each.graphs.mode,
             buckets=each.graphs.uses,
-            refused={
-                f"{each.unit}={getattr(key, each.unit)}": f"{why.reason.name}: {why.message}"
+            refused=tuple(
+                (_label(each.unit, key), f"{why.reason.name}: {why.message}")
                 for key, why in each.refusals.items()
-            },
+            ),
             recaptures=each.graphs.num_recaptures,
         )
         for each in runner.graph_runners
@@ -136,7 +136,7 @@ def explain_runner(runner: ModelRunner) -> RunnerExplanation:
                 engine=runner.served.engine.name,
                 mode="FULL",
                 buckets=logits.graphs.uses,
-                refused={"": f"{refusal.reason.name}: {refusal.message}"} if refusal else {},
+                refused=(("", f"{refusal.reason.name}: {refusal.message}"),) if refusal else (),
                 recaptures=logits.graphs.num_recaptures,
             )
         )
@@ -182,6 +182,7 @@ def _lines(e: RunnerExplanation) -> list[str]:
             f"warm-up {e.warmup.total_seconds:.2f} s: trace and compile "
             f"{e.warmup.trace_seconds:.2f} s, capture {e.warmup.capture_seconds:.2f} s"
         )
+        lines += [f"  {name} skipped: {why}" for name, why in e.warmup.skipped.items()]
     for trace in e.traces:
         lines.append(
             f"graph {trace.name}: {trace.num_pieces} piece(s) ({trace.num_compiled_pieces} "
@@ -197,7 +198,7 @@ def _lines(e: RunnerExplanation) -> list[str]:
             f"pool {runner.pool_bytes} B, recaptures {runner.recaptures}"
         )
         lines += [f"  {_bucket_line(runner.unit, bucket)}" for bucket in runner.buckets]
-        lines += [f"  {size} not captured, {why}" for size, why in runner.refused.items()]
+        lines += [f"  {size} not captured, {why}" for size, why in runner.refused]
     for name, facts in e.slots.items():
         lines.append(f"slots of {name}:")
         lines += [
@@ -207,27 +208,41 @@ def _lines(e: RunnerExplanation) -> list[str]:
         ]
     lines += _fallback_lines("fallbacks", e.fallbacks, e.messages)
     if e.logits_fallbacks:
-        lines += _fallback_lines("logits without a graph", e.logits_fallbacks, e.messages)
+        lines += _fallback_lines("logits without a graph", e.logits_fallbacks, e.messages, "logits")
     return lines
 
 
+def _label(unit: str, key: GraphKey) -> str:
+    parts = [f"{unit}={getattr(key, unit)}"]
+    parts += [f"attention {list(key.attention)}"] if key.attention else []
+    parts += ["lora"] if key.lora else []
+    parts += [f"stream {key.stream}"] if key.stream else []
+    return " ".join(parts)
+
+
 def _bucket_line(unit: str, bucket: BucketUse) -> str:
-    span = f" attention {list(bucket.key.attention)}" if bucket.key.attention else ""
     whole = f"; not in one graph: {bucket.refused_whole}" if bucket.refused_whole else ""
     return (
-        f"{unit}={getattr(bucket.key, unit)}{span} of {bucket.key.graph}: {bucket.hits} hits, rows "
+        f"{_label(unit, bucket.key)} of {bucket.key.graph}: {bucket.hits} hits, rows "
         f"{bucket.num_rows}/{bucket.num_padded_rows}, {bucket.num_segments} segment(s), "
         f"{bucket.capture_seconds * 1e3:.1f} ms, {bucket.pool_bytes} B{whole}"
     )
 
 
 def _fallback_lines(
-    title: str, counts: Mapping[FallbackReason, int], messages: Mapping[FallbackReason, str]
+    title: str,
+    counts: Mapping[FallbackReason, int],
+    messages: Mapping[tuple[str, FallbackReason], str],
+    only: str | None = None,
 ) -> list[str]:
     if not counts:
         return [f"{title}: none"]
-    ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return [
-        f"{title}:",
-        *(f"  {r.name} x{n}: {messages.get(r, r.value)}" for r, n in ordered),
-    ]
+    lines = [f"{title}:"]
+    for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
+        lines.append(f"  {reason.name} x{count}: {reason.value}")
+        lines += [
+            f"    {what}: {message}"
+            for (what, why), message in messages.items()
+            if why is reason and (what == "logits") == (only == "logits")
+        ]
+    return lines

@@ -7,25 +7,43 @@ capture, look-up and replay use the key that it builds.
 
 from __future__ import annotations
 
-import itertools
+import copy
+import logging
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from enum import Enum
+from functools import partial
+from itertools import product
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
 
 from compile_backend.attention import ForwardContext, forward_context
-from compile_backend.errors import FallbackReason
+from compile_backend.engines import NoEngine
+from compile_backend.errors import FallbackReason, GraphbufError, PassError, SlotNotFoundError
 from compile_backend.forward_batch import ForwardBatch, ForwardMode
 from compile_backend.passes.axes import Refusal
+from compile_backend.passes.classify import read_field
 from compile_backend.registry.registry import CudaGraphBufferRegistry
 from compile_backend.runners.base import BaseRunner, ServedModel
-from compile_backend.runners.bucket_graphs import BucketGraphs, GraphKey
+from compile_backend.runners.bucket_graphs import BucketGraphs, BucketUse, GraphKey
 from compile_backend.runners.host_only import traceable_view, variant_of
-from compile_backend.runners.traced import TracedCallable, TracedGraph
 
-__all__ = ["Bucket", "GraphRunner", "Match"]
+__all__ = [
+    "Bucket",
+    "GraphRunner",
+    "GraphSource",
+    "GraphStore",
+    "Match",
+    "ServedGraph",
+    "Template",
+]
 
-MAX_VARIANTS = 256  # kinds of batches whose graph is remembered
+log = logging.getLogger(__name__)
+
+MAX_VARIANTS = 1024  # kinds of batches whose graph is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,47 +54,105 @@ class Bucket:
     tokens: int
 
 
+class ServedGraph(Protocol):
+    """One way through the model, whatever made it: see TracedGraph, whose part this is."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def slots(self) -> Mapping[int, str]: ...
+    @property
+    def unpadded(self) -> Refusal | None: ...
+    @property
+    def min_rows(self) -> Mapping[str, int]: ...
+    def reads_axis(self, axis: str) -> bool: ...
+    def torn_weight(self) -> str | None: ...
+    def failing_guard(self, sizes: Mapping[str, int]) -> str | None: ...
+
+
+class GraphSource(Protocol):
+    """What makes graphs of the model, and says which of them serves a batch."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def graphs(self) -> Sequence[ServedGraph]: ...
+    def trace(self, batches: Sequence[Any]) -> None: ...
+    def find(self, batch: Any) -> ServedGraph | str: ...
+
+
+class GraphStore(Protocol):
+    """The captured buckets, by key: see BucketGraphs. It is given graphs of its own source."""
+
+    num_recaptures: int
+
+    @property
+    def mode(self) -> str: ...
+    @property
+    def engine_name(self) -> str: ...
+    @property
+    def keys(self) -> Sequence[GraphKey]: ...
+    @property
+    def uses(self) -> tuple[BucketUse, ...]: ...
+    @property
+    def pool_bytes(self) -> int: ...
+    def __contains__(self, key: GraphKey) -> bool: ...
+    def __len__(self) -> int: ...
+    def capture(self, graph: Any, key: GraphKey) -> Refusal | None: ...
+    def replay(self, graph: Any, key: GraphKey, raw: Mapping[str, int]) -> Any: ...
+    def reset(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """The captured graph that serves a batch."""
 
-    graph: TracedGraph
+    graph: ServedGraph
     key: GraphKey
     raw_bs: int
     raw_tokens: int
+
+
+Template = Callable[[int, int], ForwardBatch]  # (batch size, tokens) -> a batch of one kind
 
 
 class GraphRunner(BaseRunner):
     """Serves batches by replaying captured buckets. ``traced`` may be shared between runners."""
 
     unit: ClassVar[Literal["bs", "tokens"]]  # what a bucket is named after
-    graphs_mode: Literal["FULL", "PIECEWISE"]
 
     def __init__(
         self,
         served: ServedModel,
         registry: CudaGraphBufferRegistry,
-        traced: TracedCallable,
+        traced: GraphSource,
         *,
         mode: Literal["FULL", "PIECEWISE"],
         modes: Sequence[ForwardMode],
     ) -> None:
         super().__init__(served, registry)
-        config = served.config
         self.traced = traced
         self.modes = tuple(modes)  # the forward modes it serves; captured in the first
-        self.graphs = BucketGraphs(
-            registry,
-            engine=served.engine,
+        self.graphs = self._make_graphs(mode)
+        self.refusals: dict[GraphKey, Refusal] = {}  # buckets that could not be captured
+        self.is_warm = False
+        self._examples: list[ForwardBatch] = []
+        self._variants: dict[Any, ServedGraph | None] = {}  # kinds that one graph serves
+        self._variants_by_size: dict[tuple[Any, Bucket], ServedGraph | str] = {}
+        # By mode the graph that all captured buckets have, or None where they differ
+        self._only_graph: dict[ForwardMode, ServedGraph | None] = {}
+        self._metadata: dict[GraphKey, Any] = {}
+        self._addresses: list[int] = []
+
+    def _make_graphs(self, mode: Literal["FULL", "PIECEWISE"]) -> GraphStore:
+        config = self.config
+        return BucketGraphs(
+            self.registry,
+            engine=self.served.decode_engine if mode == "FULL" else self.served.engine,
             mode=mode,
             config=config.graphbuf_config(splitting_ops=("graphbuf::attention",)),
             copy_outputs=config.copy_outputs,
         )
-        self.refusals: dict[GraphKey, Refusal] = {}  # buckets that could not be captured
-        self.is_warm = False
-        self._variants: dict[Any, TracedGraph | str] = {}
-        self._metadata: dict[GraphKey, Any] = {}
-        self._addresses: list[int] = []
 
     # -- what a subclass says --------------------------------------------------------------------
 
@@ -89,7 +165,7 @@ class GraphRunner(BaseRunner):
     def bucket_for(self, batch: ForwardBatch) -> Bucket | Refusal:
         """The bucket that a batch of a mode in ``modes`` runs in, or why there is none."""
 
-    def bucket_of(self, graph: TracedGraph, bucket: Bucket) -> Bucket:
+    def bucket_of(self, graph: ServedGraph, bucket: Bucket) -> Bucket:
         """The bucket as this graph needs it."""
         return bucket
 
@@ -109,57 +185,166 @@ class GraphRunner(BaseRunner):
 
     def find(self, batch: ForwardBatch) -> Match | Refusal:
         """The captured graph for ``batch``, or why there is none. Writes nothing."""
+        batch = self.prepare(batch)
+        if refusal := self._refuse_kind(batch):
+            return refusal
+        bucket = self.bucket_for(batch)
+        if isinstance(bucket, Refusal):
+            return bucket
+        attention, stream = self.attention_key(batch), batch.stream_index or 0
+        unserved = self.refusals.get(self.key(None, bucket, attention, batch.has_lora, stream))
+        graph = self._graph_for(batch, bucket)
+        if isinstance(graph, Refusal):
+            return unserved or graph
+        bucket = self.bucket_of(graph, bucket)
+        key = self.key(graph, bucket, attention, batch.has_lora, stream)
+        if key not in self.graphs:
+            not_captured = Refusal(
+                FallbackReason.NOT_CAPTURED, f"no graph is captured for {key}; call capture()"
+            )
+            return self.refusals.get(key) or unserved or not_captured
+        if refusal := self._refuse_now(graph, batch, key):
+            return refusal
+        return Match(graph, key, batch.batch_size, batch.num_tokens)
+
+    def key(
+        self,
+        graph: ServedGraph | None,
+        bucket: Bucket,
+        attention: tuple[int, ...],
+        lora: bool,
+        stream: int,
+    ) -> GraphKey:
+        """The one place where a key is built. Without a graph: what a refusal is kept under."""
+        stream = stream if self.num_streams > 1 else 0
+        name = "" if graph is None else graph.name
+        return GraphKey(name, bucket.bs, bucket.tokens, attention, lora, stream)
+
+    def prepare(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch as the graphs run it; ``batch`` itself is not changed."""
+        return batch
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that have graphs of their own."""
+        return 1
+
+    def _refuse_kind(self, batch: ForwardBatch) -> Refusal | None:
+        """Why no graph serves a batch of this kind, whatever its size."""
+        if self.served.engine.name == NoEngine.name:
+            if self.config.engine == "none":
+                return Refusal(FallbackReason.DISABLED, "engine is 'none'")
+            return Refusal(FallbackReason.NO_ENGINE, f"no engine captures on {self.served.device}")
         if batch.forward_mode not in self.modes:
             return Refusal(
                 FallbackReason.MODE_NOT_CAPTURED,
                 f"{batch.forward_mode.name} is not served by the {self.name} graphs, which serve "
                 f"{', '.join(mode.name for mode in self.modes)}",
             )
-        bucket = self.bucket_for(batch)
-        if isinstance(bucket, Refusal):
-            return bucket
-        graph = self._graph_for(batch)
-        if isinstance(graph, Refusal):
-            return graph
-        key = self.key(graph, self.bucket_of(graph, bucket), self.attention_key(batch))
-        if key not in self.graphs:
-            return self.refusals.get(key) or Refusal(
-                FallbackReason.NOT_CAPTURED,
-                f"no graph was captured for {key}; call warmup() first",
+        captured = self.config.capture_hidden_mode
+        if batch.capture_hidden_mode > captured:
+            return Refusal(
+                FallbackReason.HIDDEN_STATES,
+                f"the batch wants {batch.capture_hidden_mode.name} hidden states and graphs were "
+                f"captured for {captured.name}; raise capture_hidden_mode in the config",
             )
-        if refusal := self._refuse_padding(graph, batch, key):
-            return refusal
-        return Match(graph, key, batch.batch_size, batch.num_tokens)
+        if batch.has_lora and not self.config.enable_lora:
+            return Refusal(
+                FallbackReason.VARIANT_NOT_TRACED,
+                "the batch uses adapters and graphs were captured without; set enable_lora=True",
+            )
+        if (batch.stream_index or 0) >= self.num_streams > 1:
+            return Refusal(
+                FallbackReason.STREAM_NOT_CAPTURED,
+                f"stream_index is {batch.stream_index} and graphs were captured for "
+                f"{self.num_streams} streams; raise num_streams",
+            )
+        return None
 
-    def key(self, graph: TracedGraph, bucket: Bucket, attention: tuple[int, ...]) -> GraphKey:
-        """The one place where a key is built."""
-        return GraphKey(graph.name, bucket.bs, bucket.tokens, attention)
-
-    def _graph_for(self, batch: ForwardBatch) -> TracedGraph | Refusal:
+    def _graph_for(
+        self, batch: ForwardBatch, bucket: Bucket, *, is_capture: bool = False
+    ) -> ServedGraph | Refusal:
+        """The traced graph whose guards hold for this kind of batch at this size."""
         variant = variant_of(batch)
-        graph = self._variants.get(variant)
+        graph: ServedGraph | str | None = self._variants.get(variant)
+        if graph is None:
+            graph = self._variants_by_size.get((variant, bucket))
         if graph is None:
             if not self.is_warm:
                 return Refusal(FallbackReason.NOT_CAPTURED, "warmup() has not been called")
-            if len(self._variants) >= MAX_VARIANTS:
-                self._variants.clear()
-            # Asks Dynamo's guards, on views that nothing reads; compiles nothing.
-            view = self._view(batch, self.buckets[-1])
-            graph = self._variants[variant] = self.traced.find(self._traceable(view))
-        if isinstance(graph, str):
-            return Refusal(
-                FallbackReason.VARIANT_NOT_TRACED,
-                f"no traced graph serves a {batch.forward_mode.name} batch with these optional "
-                f"fields and flags ({graph}); warm up with such a batch (warmup(examples=[...]))",
+            graph = self._look_up(batch, variant, bucket, is_capture=is_capture)
+        if not isinstance(graph, str):
+            return graph
+        if missing := self._missing_field(batch):
+            raise SlotNotFoundError(
+                f"a {batch.forward_mode.name} batch has {missing} = None, which the model reads; "
+                f"set it"
             )
+        if is_capture or self._is_known_at_another_size(variant):
+            return Refusal(
+                FallbackReason.GUARD_FAILED,
+                f"the traced graphs do not serve {batch.forward_mode.name} at {bucket}: {graph}",
+            )
+        return Refusal(
+            FallbackReason.VARIANT_NOT_TRACED,
+            f"no traced graph serves a {batch.forward_mode.name} batch with these optional fields "
+            f"and flags ({graph}); warm up with such a batch: warmup(examples=[...])",
+        )
+
+    def _look_up(
+        self,
+        batch: ForwardBatch,
+        variant: tuple[Any, ...],
+        bucket: Bucket,
+        *,
+        is_capture: bool,
+    ) -> ServedGraph | str:
+        """Ask Dynamo's guards, on views that nothing reads. Compiles nothing."""
+        graph = self.traced.find(self._traceable(self._view(batch, bucket)))
+        if len(self._variants) + len(self._variants_by_size) >= MAX_VARIANTS:
+            self._forget_variants()
+        # Guards on flags and presence do not depend on the size: once every bucket is captured from
+        # one graph, a kind of batch that it serves at one size is served at all of them.
+        if not is_capture and graph is self._only_graph.get(batch.forward_mode):
+            self._variants[variant] = self._only_graph[batch.forward_mode]
+        else:
+            self._variants_by_size[variant, bucket] = graph
         return graph
 
-    def _refuse_padding(
-        self, graph: TracedGraph, batch: ForwardBatch, key: GraphKey
-    ) -> Refusal | None:
+    def _forget_variants(self) -> None:
+        self._variants.clear()
+        self._variants_by_size.clear()
+
+    def _is_known_at_another_size(self, variant: tuple[Any, ...]) -> bool:
+        return variant in self._variants or any(
+            other == variant and not isinstance(graph, str)
+            for (other, _), graph in self._variants_by_size.items()
+        )
+
+    def _missing_field(self, batch: ForwardBatch) -> str | None:
+        """A field that every captured graph reads and the batch does not have."""
+        captured = {key.graph for key in self.graphs.keys}
+        read = [set(g.slots.values()) for g in self.traced.graphs if g.name in captured]
+        for name in sorted(set.intersection(*read)) if read else ():
+            if not self.registry.get_slot(name).is_computed and read_field(batch, name) is None:
+                return name
+        return None
+
+    def _refuse_now(self, graph: ServedGraph, batch: ForwardBatch, key: GraphKey) -> Refusal | None:
+        """Why a captured bucket does not serve a batch of these very sizes."""
+        if source := graph.torn_weight():
+            return Refusal(
+                FallbackReason.WEIGHTS_UNTIED,
+                f"{source} was shared by several modules when the model was traced and is not now; "
+                f"make a new runner, or tie the weights again",
+            )
         raw = {"bs": batch.batch_size, "tokens": batch.num_tokens}
-        padded = {"bs": key.bs or raw["bs"], "tokens": key.tokens}
-        if raw == padded:
+        if failing := graph.failing_guard(raw):
+            return Refusal(
+                FallbackReason.GUARD_FAILED,
+                f"the graph was traced under a guard that does not hold for this batch: {failing}",
+            )
+        if raw == {"bs": key.bs or raw["bs"], "tokens": key.tokens}:
             return None
         if graph.unpadded is not None:
             return graph.unpadded
@@ -178,7 +363,7 @@ class GraphRunner(BaseRunner):
         match = self.find(batch)
         if isinstance(match, Refusal):
             raise match.error(f"the {self.name} runner")
-        return self._load(batch, Bucket(match.key.bs, match.key.tokens))
+        return self._load(self.prepare(batch), Bucket(match.key.bs, match.key.tokens))
 
     def execute(self, batch: ForwardBatch) -> Any:
         match = self.find(batch)
@@ -189,7 +374,7 @@ class GraphRunner(BaseRunner):
     def run(self, batch: ForwardBatch, match: Match) -> Any:
         """Fill, plan, replay, trim."""
         key, backend = match.key, self.served.attn_backend
-        self._recapture_if_moved()
+        batch = self.prepare(batch)
         view = self._load(batch, Bucket(key.bs, key.tokens))
         metadata = backend.init_forward_metadata(view, graph_key=self._planned_key(key))
         if key in self._metadata:
@@ -210,11 +395,13 @@ class GraphRunner(BaseRunner):
         return self._view(batch, bucket)
 
     def _view(self, batch: ForwardBatch, bucket: Bucket) -> ForwardBatch:
-        return self.registry.extract_buffer(
-            padded_bs=bucket.bs or batch.batch_size,
-            padded_num_tokens=bucket.tokens,
-            forward_batch_template=batch,
-        )
+        bs = bucket.bs or batch.batch_size
+        if self.graphs.mode != "FULL" and batch.forward_mode.is_extend():
+            # Attention runs as written, on the requests that there are.
+            bs = batch.batch_size
+        view = self._extract(batch, bs, bucket.tokens)
+        view.capture_hidden_mode = self.config.capture_hidden_mode
+        return view
 
     def _traceable(self, view: ForwardBatch) -> ForwardBatch:
         return traceable_view(view, {*self.registry.slot_names, "batch_size"})
@@ -227,98 +414,147 @@ class GraphRunner(BaseRunner):
 
     def trace(self, sizes: Sequence[tuple[int, int]], examples: Collection[ForwardBatch]) -> None:
         """Trace every kind of batch that is served: each mode, with and without optional fields."""
-        for mode, optional in itertools.product(self.modes, self._optional_fields()):
-            batches = [
-                self._dummy_batch(mode, bs, tokens, optional=optional) for bs, tokens in sizes
-            ]
-            self._trace_kind(batches, sizes)
-        for example in examples:
-            if example.forward_mode in self.modes:
-                self._trace_kind([example] * len(sizes), sizes)
+        self._examples += [each for each in examples if each.forward_mode in self.modes]
+        self._forget_variants()
+        for template in self._templates():
+            *alternatives, last = self._trace_sizes(sizes)
+            for choice in alternatives:
+                try:
+                    self._trace_kind(template, choice)
+                    break
+                except PassError as error:
+                    log.debug("%s cannot be traced at %s: %s", self.traced.name, choice, error)
+            else:
+                self._trace_kind(template, last)
         self.is_warm = True
 
-    def _trace_kind(
-        self, batches: Sequence[ForwardBatch], sizes: Sequence[tuple[int, int]]
-    ) -> None:
-        views = [
-            self._traceable(self._view(batch, Bucket(bs, tokens)))
-            for batch, (bs, tokens) in zip(batches, sizes, strict=True)
-        ]
-        self._variants[variant_of(batches[0])] = self.traced.trace(views)
+    def _trace_sizes(self, sizes: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
+        """Sizes to trace at, and what to try where the model cannot be traced at them."""
+        return [sizes]
 
-    def _optional_fields(self) -> list[tuple[str, ...]]:
-        """With and without each field that a batch of this model may lack."""
-        return [(), ("mrope_positions",)] if self.config.is_multimodal else [()]
+    def _trace_kind(self, template: Template, sizes: Sequence[tuple[int, int]]) -> None:
+        self.traced.trace(
+            [
+                self._traceable(self._view(template(bs, tokens), Bucket(bs, tokens)))
+                for bs, tokens in sizes
+            ]
+        )
+
+    def _may_lack(self) -> dict[str, bool]:
+        """What a batch of this model may have or not, by name in :func:`dummy_batch`."""
+        config = self.config
+        return {
+            "mrope_positions": config.is_multimodal,
+            "mamba_track": config.enable_mamba_track,
+            "lora": config.enable_lora,
+        }
+
+    def _kinds(self) -> Iterator[tuple[ForwardMode, tuple[str, ...]]]:
+        """Every mode, with and without each thing that a batch of this model may lack."""
+        names = [name for name, may in self._may_lack().items() if may]
+        present = [
+            dict(zip(names, c, strict=True)) for c in product((False, True), repeat=len(names))
+        ]
+        for mode, optional in product(self.modes, present):
+            yield mode, tuple(name for name, is_present in optional.items() if is_present)
+
+    def _templates(self) -> list[Template]:
+        """Every kind of batch that is captured, as what makes a batch of given sizes."""
+
+        def of_kind(mode: ForwardMode, optional: tuple[str, ...]) -> Template:
+            return lambda bs, tokens: self._dummy_batch(mode, bs, tokens, optional=optional)
+
+        return [
+            *(of_kind(mode, optional) for mode, optional in self._kinds()),
+            *(partial(self._like, example) for example in self._examples),
+        ]
+
+    def _like(self, example: ForwardBatch, batch_size: int, num_tokens: int) -> ForwardBatch:
+        """A dummy batch with the fields and flags of ``example``."""
+        dummy = self._dummy_batch(example.forward_mode, batch_size, num_tokens)
+        batch = copy.copy(example)
+        for name, value in vars(example).items():
+            if value is None or isinstance(value, (bool, str, Enum)):
+                continue
+            if (own := getattr(dummy, name, None)) is not None:
+                setattr(batch, name, own)
+            elif isinstance(value, Tensor) and self.registry.has_slot(name):
+                sizes = {"bs": batch_size, "tokens": num_tokens}
+                setattr(batch, name, torch.zeros_like(self.registry.view(name, sizes)))
+        return batch
 
     def captures(self) -> Iterator[tuple[Bucket, Callable[[], None]]]:
         """What is to be captured, the largest bucket first: each with the call that does it."""
-        graphs = {graph.name: (variant, graph) for variant, graph in self._traced_variants()}
+        templates, streams = self._templates(), range(self.num_streams)
+        seen: set[GraphKey] = set()  # kinds of batches may share a graph
         for bucket in sorted(self.buckets, key=lambda b: (b.tokens, b.bs), reverse=True):
-            for attention in reversed(self.attention_keys(bucket)):
-                for variant, graph in graphs.values():
+            spans = reversed(self.attention_keys(bucket))
+            for attention, template, stream in product(spans, templates, streams):
+                key = self._capture_key(template, bucket, attention, stream)
+                if key not in seen and key not in self.graphs:
+                    seen.add(key)
+                    yield bucket, partial(self._capture, template, bucket, attention, stream)
 
-                    def capture(
-                        bucket: Bucket = bucket,
-                        attention: tuple[int, ...] = attention,
-                        variant: Any = variant,
-                        graph: TracedGraph = graph,
-                    ) -> None:
-                        self._capture(variant, graph, bucket, attention)
-
-                    yield bucket, capture
-
-    def _traced_variants(self) -> Iterator[tuple[ForwardBatch, TracedGraph]]:
-        for mode, optional in itertools.product(self.modes, self._optional_fields()):
-            batch = self._dummy_batch(mode, 1, self.served.tokens_per_bs, optional=optional)
-            graph = self._variants.get(variant_of(batch))
-            if isinstance(graph, TracedGraph):
-                yield batch, graph
+    def _capture_key(
+        self, template: Template, bucket: Bucket, attention: tuple[int, ...], stream: int
+    ) -> GraphKey:
+        batch = template(bucket.bs or 1, bucket.tokens)
+        graph = self._graph_for(batch, bucket, is_capture=True)
+        if isinstance(graph, Refusal):
+            return self.key(None, bucket, attention, batch.has_lora, stream)
+        bucket = self.bucket_of(graph, bucket)
+        return self.key(graph, bucket, attention, batch.has_lora, stream)
 
     def _capture(
-        self,
-        template: ForwardBatch,
-        graph: TracedGraph,
-        bucket: Bucket,
-        attention: tuple[int, ...],
+        self, template: Template, bucket: Bucket, attention: tuple[int, ...], stream: int
     ) -> None:
+        """Capture one bucket, unless it is captured already."""
         backend = self.served.attn_backend
-        batch_size = bucket.bs or 1
-        bucket = self.bucket_of(graph, bucket)
-        key = self.key(graph, bucket, attention)
-        optional = ("mrope_positions",) if template.mrope_positions is not None else ()
-        batch = self._dummy_batch(
-            template.forward_mode, batch_size, bucket.tokens, optional=optional
-        )
-        view = self._load(batch, bucket)
-        found = self.traced.find(self._traceable(view))
-        if found is not graph:
-            self.refusals[key] = Refusal(
-                FallbackReason.GUARD_FAILED,
-                f"the traced graph does not serve {bucket}: {found}",
-            )
+        batch = template(bucket.bs or 1, bucket.tokens)
+        graph = self._graph_for(batch, bucket, is_capture=True)
+        if isinstance(graph, Refusal):
+            self.refusals[self.key(None, bucket, attention, batch.has_lora, stream)] = graph
             return
-        metadata = backend.init_forward_metadata(view, graph_key=self._planned_key(key))
-        with forward_context(ForwardContext(backend, view, metadata)):
-            refusal = self.graphs.capture(graph, key)
+        bucket = self.bucket_of(graph, bucket)
+        key = self.key(graph, bucket, attention, batch.has_lora, stream)
+        if key in self.graphs:
+            return
+        try:
+            view = self._load(batch, bucket)
+            metadata = backend.init_forward_metadata(view, graph_key=self._planned_key(key))
+        except GraphbufError as error:  # a size that no live batch can have either
+            refusal: Refusal | None = Refusal(FallbackReason.CAPTURE_FAILED, str(error))
+        else:
+            with forward_context(ForwardContext(backend, view, metadata)):
+                refusal = self.graphs.capture(graph, key)
         if refusal is not None:
             self.refusals[key] = refusal
+            log.warning("graphbuf: %s not captured, %s: %s", key, refusal.reason.name,
+                        refusal.message)  # fmt: skip
             return
         self.refusals.pop(key, None)
         self._metadata[key] = metadata
         self._addresses = self._external_addresses()
+        mode = batch.forward_mode
+        known = self._only_graph.setdefault(mode, graph)
+        if known is not graph:
+            self._only_graph[mode] = None
 
     # -- taking it back --------------------------------------------------------------------------
 
     def _external_addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self.served.attn_backend.captured_tensors()]
 
-    def _recapture_if_moved(self) -> None:
-        """Where the KV cache has moved, every graph that baked its address is captured again."""
-        if self.served.engine.late_binding or self._external_addresses() == self._addresses:
+    def refresh(self) -> None:
+        """Capture again what has baked an address of the attention backend that is stale now."""
+        if self.served.engine.late_binding or not len(self.graphs):
+            return
+        if self._external_addresses() == self._addresses:
             return
         self.reset()
         for _, capture in self.captures():
             capture()
+        self.served.attn_backend.reset_scratch()
         self.graphs.num_recaptures += len(self.graphs)
 
     def reset(self) -> None:

@@ -9,20 +9,28 @@ the field.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Collection
 from enum import Enum
+from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from compile_backend.errors import PassError
+from compile_backend.forward_batch import PPProxyTensors
 
-__all__ = ["HostOnly", "traceable_view", "variant_of"]
+__all__ = ["HostOnly", "read_of_forbidden_field", "traceable_view", "variant_of"]
 
 Batch = TypeVar("Batch")
 
 _PLAIN = (bool, str, Enum, type(None))  # part of the variant, so a graph may branch on them
+
+# For the runner alone, so that no graph depends on them. What is captured decides about hidden
+# states: a graph is always shown the mode that it is captured for.
+_TYPE_PREFIX = "HostOnly_"
+_NOT_SEEN = ("return_logprob", "can_run_dp_cuda_graph", "stream_index")
 
 
 class HostOnly:
@@ -35,6 +43,25 @@ class HostOnly:
         if name == "field" or name.startswith("__"):
             raise AttributeError(name)
         raise _refused(self.field)
+
+
+def forbidden(field: str) -> HostOnly:
+    """A stand-in whose type is named after the field, since errors of a tracer name types."""
+    return _type_for(field)(field)
+
+
+@cache
+def _type_for(field: str) -> type[HostOnly]:
+    """One type for each field: it is part of the guards of a graph that asks ``is None``."""
+    return type(f"{_TYPE_PREFIX}{field.replace('.', '__')}", (HostOnly,), {})
+
+
+def read_of_forbidden_field(error: BaseException) -> PassError | None:
+    """The error that says which forbidden field was read, if reading one is what failed."""
+    found = re.search(rf"{_TYPE_PREFIX}(\w+)|the batch field '([\w.]+)'", str(error))
+    if found is None:
+        return None
+    return _refused(found[2] or found[1].replace("__", "."))
 
 
 def _refused(field: str) -> PassError:
@@ -63,27 +90,41 @@ HostOnly.__hash__ = object.__hash__  # type: ignore[method-assign]  # __eq__ abo
 
 
 def traceable_view(view: Batch, visible: Collection[str]) -> Batch:
-    """A shallow copy of a batch in which only ``visible`` fields and plain flags can be read."""
+    """A shallow copy of a batch in which only ``visible`` slots and plain flags can be read.
+
+    ``visible`` are slot names; ``pp_proxy_tensors.hidden_states`` is an item of that field.
+    """
     seen = copy.copy(view)
     for name, value in vars(view).items():
         if isinstance(value, Tensor) and name in visible:
             setattr(seen, name, _stand_in(value))
-        elif name not in visible and not isinstance(value, _PLAIN):
-            setattr(seen, name, HostOnly(name))
+        elif isinstance(value, PPProxyTensors):
+            items = {
+                key: _stand_in(item) if f"{name}.{key}" in visible else forbidden(f"{name}.{key}")
+                for key, item in value.items()
+            }
+            setattr(seen, name, PPProxyTensors(items))  # type: ignore[arg-type]  # HostOnly
+        elif name in _NOT_SEEN or (name not in visible and not isinstance(value, _PLAIN)):
+            setattr(seen, name, forbidden(name))
     return seen
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
     """A tensor of the same layout, at the start of its storage. Tracing reads no values, and would
     make the place of a slot in its buffer an input of the graph."""
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
+    with torch.inference_mode(False):  # the kind of tensor is part of the guards
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
 
 
 def variant_of(batch: Any) -> tuple[Any, ...]:
     """What a traced model may branch on: which fields are present, and the plain flags."""
     return (
         type(batch),
-        *[v if isinstance(v, _PLAIN) else True for v in vars(batch).values()],
+        *[
+            v if isinstance(v, _PLAIN) else True
+            for name, v in vars(batch).items()
+            if name not in _NOT_SEEN and name != "capture_hidden_mode"
+        ],
     )

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
 from compile_backend.declared import BatchDeclaration
 from compile_backend.errors import ConfigError, FallbackReason
-from compile_backend.forward_batch import ForwardBatch
+from compile_backend.forward_batch import ForwardBatch, ForwardMode
 from compile_backend.passes.axes import Refusal
 from compile_backend.registry.buckets import pad_to
-from compile_backend.registry.capacity import decode_capture_sizes
+from compile_backend.registry.capacity import decode_capture_sizes, max_bs
 from compile_backend.registry.registry import CudaGraphBufferRegistry
 from compile_backend.registry.slot import GraphSlot, PaddingPolicy
-from compile_backend.runners.base import ServedModel
+from compile_backend.runners.base import ServedModel, captured_widths
 from compile_backend.runners.bucket_graphs import BucketGraphs, GraphKey
 from compile_backend.runners.host_only import traceable_view
 from compile_backend.runners.traced import TracedCallable, TracedGraph
 
-__all__ = ["LogitsRunner", "gather_rows"]
+__all__ = ["LogitsRunner", "gather_rows", "num_logit_rows"]
 
 
 @dataclass
@@ -49,23 +50,21 @@ class LogitsRunner:
         self.traced: TracedCallable | None = None
         self._roots = roots
         self._graph: TracedGraph | None = None
-        self._sizes = decode_capture_sizes(served.config)
+        self._sizes = _row_counts(served)
 
-    def forward(self, rows: Tensor) -> tuple[Tensor, Refusal | None]:
-        """The logits [n, vocab] of ``rows`` [n, hidden], and why no graph ran where none did."""
+    def forward(self, rows: Tensor, *, captured: bool, stream: int = 0) -> Tensor:
+        """The logits [n, vocab] of ``rows`` [n, hidden]; ``captured`` where :meth:`refuse` found
+        nothing against it. Each ``stream`` has graphs of its own."""
         num_rows = rows.shape[0]
-        if num_rows == 0:
-            return self.lm_head(rows), None
-        refusal = self._refuse(num_rows)
-        if refusal is not None:
-            return self.lm_head(rows), refusal
+        if num_rows == 0 or not captured:
+            return self.lm_head(rows)
         assert self.graphs is not None
         assert self._graph is not None
-        key = self._key(self._bucket(num_rows))
+        key = self._key(self._bucket(num_rows), stream)
         raw, padded = _sizes(num_rows), _sizes(key.bs)
         self.graphs.registry.fill_tensors({"hidden_states": rows}, raw=raw, padded=padded)
         logits: Tensor = self.graphs.replay(self._graph, key, raw)
-        return logits, None
+        return logits
 
     def trace(self, hidden_states: Tensor, sizes: list[tuple[int, int]]) -> None:
         """Trace ``lm_head`` for rows like ``hidden_states`` [any, hidden]."""
@@ -79,7 +78,9 @@ class LogitsRunner:
             padding_policy=PaddingPolicy.ZERO,
         )
         registry = CudaGraphBufferRegistry(
-            device=hidden_states.device, max_bs=served.max_bs, max_num_tokens=0
+            device=hidden_states.device,
+            max_bs=max(served.max_bs, self._sizes[-1]),
+            max_num_tokens=0,
         )
         registry.register_slot(slot)
         declaration = BatchDeclaration(
@@ -96,7 +97,13 @@ class LogitsRunner:
         )
         batches = [HiddenRows(registry.view("hidden_states", {"bs": bs})) for bs, _ in sizes]
         visible = registry.slot_names
-        self._graph = self.traced.trace([traceable_view(batch, visible) for batch in batches])
+        views = [traceable_view(batch, visible) for batch in batches]
+        self.traced.trace(views)
+        found = self.traced.find(views[0])
+        if isinstance(found, str):
+            self.refusal = Refusal(FallbackReason.GUARD_FAILED, found)
+            return
+        self._graph = found
         self.graphs = BucketGraphs(
             registry,
             engine=served.engine,
@@ -107,12 +114,17 @@ class LogitsRunner:
 
     def captures(self) -> Iterator[tuple[int, Callable[[], None]]]:
         """Bucket and the call that captures it, the largest first."""
-        for size in reversed(self._sizes):
+        if self._graph is None:
+            return
+        streams = range(self.served.config.num_streams)
+        for size, stream in product(reversed(self._sizes), streams):
 
-            def capture(size: int = size) -> None:
+            def capture(size: int = size, stream: int = stream) -> None:
                 assert self.graphs is not None
                 assert self._graph is not None
-                self.refusal = self.graphs.capture(self._graph, self._key(size)) or self.refusal
+                key = self._key(size, stream)
+                if key not in self.graphs:
+                    self.refusal = self.graphs.capture(self._graph, key) or self.refusal
 
             yield size, capture
 
@@ -120,49 +132,73 @@ class LogitsRunner:
         if self.graphs is not None:
             self.graphs.reset()
 
-    def _refuse(self, num_rows: int) -> Refusal | None:
+    def refuse(self, num_rows: int) -> Refusal | None:
+        """Why no graph makes logits for so many rows, or None. Writes nothing."""
+        if num_rows == 0:
+            return None
         if self.graphs is None or self._graph is None:
-            return Refusal(FallbackReason.NOT_CAPTURED, "warmup() has not been called")
+            return self.refusal or Refusal(
+                FallbackReason.NOT_CAPTURED, "warmup() has not been called"
+            )
         bucket = pad_to(num_rows, self._sizes)
         if bucket is None:
             return Refusal(
                 FallbackReason.ABOVE_LARGEST_BUCKET,
                 f"logits of {num_rows} rows are wanted and the largest captured size is "
-                f"{self._sizes[-1]}; ask for fewer, or raise max_running_requests",
+                f"{self._sizes[-1]}; {self._advice(num_rows)}",
             )
+        if source := self._graph.torn_weight():
+            return Refusal(
+                FallbackReason.WEIGHTS_UNTIED,
+                f"{source} was shared by several modules when lm_head was traced and is not now",
+            )
+        if failing := self._graph.failing_guard(_sizes(num_rows)):
+            return Refusal(FallbackReason.GUARD_FAILED, failing)
         if bucket != num_rows and self._graph.unpadded is not None:
             return self._graph.unpadded
-        if self._key(bucket) not in self.graphs:
+        if self._key(bucket, 0) not in self.graphs:
             return self.refusal or Refusal(
                 FallbackReason.NOT_CAPTURED, f"lm_head was not captured for {bucket} rows"
             )
         return None
+
+    def _advice(self, num_rows: int) -> str:
+        if num_rows <= max_bs(self.served.config):
+            return f"give cudagraph_capture_sizes with a size of {num_rows} or more"
+        return (
+            f"ask for fewer, or raise max_running_requests (and the largest of "
+            f"cudagraph_capture_sizes, if given) to {num_rows}"
+        )
 
     def _bucket(self, num_rows: int) -> int:
         bucket = pad_to(num_rows, self._sizes)
         assert bucket is not None
         return bucket
 
-    def _key(self, size: int) -> GraphKey:
+    def _key(self, size: int, stream: int) -> GraphKey:
         assert self._graph is not None
-        return GraphKey(self._graph.name, size, size)
+        stream = stream if stream < self.served.config.num_streams else 0
+        return GraphKey(self._graph.name, size, size, stream=stream)
+
+
+def _row_counts(served: ServedModel) -> tuple[int, ...]:
+    """How many rows of logits graphs are captured for: one per request, and where the captured mode
+    wants each token's, as many as a request brings."""
+    sizes = decode_capture_sizes(served.config)
+    if served.captured_mode is ForwardMode.DECODE and served.tokens_per_bs == 1:
+        return sizes
+    widths = (1, *captured_widths(served.config))
+    return tuple(sorted({size * width for size in sizes for width in widths}))
 
 
 def _sizes(num_rows: int) -> dict[str, int]:
     return {"bs": num_rows, "tokens": num_rows}
 
 
-def gather_rows(hidden_states: Tensor, batch: ForwardBatch) -> Tensor:
-    """The rows whose logits are wanted, of ``hidden_states`` [num_tokens, hidden].
-
-    All of them where ``return_logprob`` is set and in the modes that want each token's; otherwise
-    one per request, its last. Raises ConfigError for a request without a token, whose last row
-    would be somebody else's.
-    """
-    if not batch.forward_mode.is_extend() or batch.return_logprob:
-        return hidden_states
-    if not batch.forward_mode.wants_last_tokens():
-        return hidden_states
+def num_logit_rows(batch: ForwardBatch) -> int:
+    """How many rows :func:`gather_rows` gives. Raises ConfigError for a batch that it refuses."""
+    if batch.return_logprob or not batch.forward_mode.wants_last_tokens():
+        return batch.num_tokens
     lengths = batch.extend_seq_lens_cpu
     if lengths is None:
         raise ConfigError(
@@ -174,7 +210,22 @@ def gather_rows(hidden_states: Tensor, batch: ForwardBatch) -> Tensor:
             f"request {lengths.index(0)} of the batch extends by no token (extend_seq_lens_cpu = "
             f"{lengths}); leave it out of the batch"
         )
+    return len(lengths)
+
+
+def gather_rows(hidden_states: Tensor, batch: ForwardBatch) -> Tensor:
+    """The rows whose logits are wanted, of ``hidden_states`` [num_tokens, hidden].
+
+    All of them where ``return_logprob`` is set and in the modes that want each token's; otherwise
+    one per request, its last. Raises ConfigError for a request without a token, whose last row
+    would be somebody else's.
+    """
+    num_rows = num_logit_rows(batch)
+    if batch.return_logprob or not batch.forward_mode.wants_last_tokens():
+        return hidden_states
     if batch.extend_seq_lens is not None:  # on the device: no copy from the host
         return hidden_states.index_select(0, batch.extend_seq_lens.cumsum(0) - 1)
-    ends = torch.tensor(lengths, device=hidden_states.device).cumsum(0)
+    assert batch.extend_seq_lens_cpu is not None
+    ends = torch.tensor(batch.extend_seq_lens_cpu, device=hidden_states.device).cumsum(0)
+    assert len(ends) == num_rows
     return hidden_states.index_select(0, ends - 1)

@@ -10,38 +10,43 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compile_backend.attention import AttentionBackend
 from compile_backend.compiled_graph import pick_engine
 from compile_backend.declared import BatchDeclaration
-from compile_backend.errors import FallbackReason
-from compile_backend.forward_batch import ForwardBatch
+from compile_backend.engines import engine_by_name
+from compile_backend.errors import ConfigError, FallbackReason
+from compile_backend.forward_batch import CaptureHiddenMode, ForwardBatch, PPProxyTensors
 from compile_backend.passes.axes import Refusal
 from compile_backend.registry.capacity import (
     check_capacity,
     max_bs,
     max_num_token,
-    num_tokens_per_bs,
 )
+from compile_backend.registry.mlp_sync import agreed_num_tokens
 from compile_backend.registry.registry import CudaGraphBufferRegistry
 from compile_backend.registry.slot import GraphSlot
 from compile_backend.runner_config import RunnerConfig
-from compile_backend.runners.base import ServedModel
+from compile_backend.runners.autotune import tuned_sizes
+from compile_backend.runners.base import ServedModel, captured_mode, captured_widths
+from compile_backend.runners.breakable import BreakableCudaGraphRunner
 from compile_backend.runners.decode import DecodeCudaGraphRunner
 from compile_backend.runners.dummy import trace_sizes
-from compile_backend.runners.eager import EagerRunner
+from compile_backend.runners.eager import EagerRunner, SplitPrefill
 from compile_backend.runners.explain import RunnerExplanation, explain_runner
 from compile_backend.runners.graph_runner import GraphRunner, Match
-from compile_backend.runners.logits import LogitsRunner, gather_rows
+from compile_backend.runners.logits import LogitsRunner, gather_rows, num_logit_rows
 from compile_backend.runners.output import ForwardOutput, Path
 from compile_backend.runners.prefill import PrefillCudaGraphRunner
+from compile_backend.runners.state import modules_of
 from compile_backend.runners.traced import TracedCallable
-from compile_backend.runners.warmup import WarmupFacts, warm_up
+from compile_backend.runners.warmup import WarmupFacts, take_back, warm_up
 from compile_backend.step import step
 
 __all__ = ["ModelRunner", "hidden_states_of"]
@@ -56,14 +61,14 @@ class RunnerCounts:
     paths: Counter[Path] = field(default_factory=Counter)
     fallbacks: Counter[FallbackReason] = field(default_factory=Counter)
     logits_fallbacks: Counter[FallbackReason] = field(default_factory=Counter)
-    messages: dict[FallbackReason, str] = field(default_factory=dict)
+    messages: dict[tuple[str, FallbackReason], str] = field(default_factory=dict)
 
 
 class ModelRunner:
     """Runs forward batches from captured graphs where it can, eagerly on the same slots otherwise.
 
-    ``model(forward_batch)`` returns hidden states [num_tokens, hidden] (or a tuple or dict that
-    begins with them, or has them as ``"hidden_states"``); its attention layers call
+    ``model(forward_batch)`` returns hidden states [num_tokens, hidden], or a tuple that begins with
+    them, or a dict that has them as ``"hidden_states"``; its attention layers call
     :func:`compile_backend.attention.attention`. ``lm_head`` maps hidden rows [n, hidden] to logits
     [n, vocab]; by default it is the model's attribute of that name. Attributes of the model that
     are no tensors are fixed when it is traced.
@@ -78,26 +83,35 @@ class ModelRunner:
         attn_backend: AttentionBackend,
         config: RunnerConfig | None = None,
         lm_head: Callable[[Tensor], Tensor] | None = None,
+        *,
+        pp_proxy_example: PPProxyTensors | None = None,
     ) -> None:
         self.config = config = RunnerConfig() if config is None else config
         self.counts = RunnerCounts()
         self.warmup_facts: WarmupFacts | None = None
+        self.is_tuned = False  # by FlashInfer, in warm-up
         head = getattr(model, "lm_head", None) if lm_head is None else lm_head
-        owners = [model, head, getattr(head, "__self__", None)]
-        roots = list(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
+        self.roots = roots = list(dict.fromkeys([*modules_of(model), *modules_of(head)]))
         tensors = [t for root in roots for t in (*root.parameters(), *root.buffers())]
         device = tensors[0].device if tensors else torch.device("cpu")
         self.trace_sizes = trace_sizes(size for t in tensors for size in t.shape)
         compile_config = config.graphbuf_config(splitting_ops=("graphbuf::attention",))
+        engine = pick_engine(compile_config, device)
+        uses_trees = config.engine == "auto" and device.type == "cuda"
         self.served = ServedModel(
             model=model,
             attn_backend=attn_backend,
             config=config,
-            engine=pick_engine(compile_config, device),
+            engine=engine,
+            decode_engine=engine_by_name("trees") if uses_trees else engine,
             device=device,
             max_bs=max(max_bs(config), *[bs for bs, _ in self.trace_sizes]),
             max_num_token=max(max_num_token(config), *[n for _, n in self.trace_sizes]),
-            tokens_per_bs=num_tokens_per_bs(config),
+            tokens_per_bs=captured_widths(config)[-1],
+            pp_proxy_rows={
+                key: (tuple(tensor.shape[1:]), tensor.dtype)
+                for key, tensor in (pp_proxy_example or PPProxyTensors()).items()
+            },
         )
         self.eager = EagerRunner(self.served)
         self.traced = TracedCallable(
@@ -111,11 +125,7 @@ class ModelRunner:
         self.decode = (
             DecodeCudaGraphRunner(self.served, self.traced) if config.enable_decode_graph else None
         )
-        self.prefill = (
-            PrefillCudaGraphRunner(self.served, self.traced)
-            if config.enable_prefill_graph
-            else None
-        )
+        self.prefill = self._prefill_runner() if config.enable_prefill_graph else None
         self.logits = None if head is None else LogitsRunner(self.served, head, roots)
 
     @property
@@ -128,16 +138,17 @@ class ModelRunner:
         return tuple(runner.registry for runner in (self.eager, *self.graph_runners))
 
     def warmup(self, *, examples: Collection[ForwardBatch] = ()) -> WarmupFacts:
-        """Settle lazy state, trace and compile the model, capture every bucket. Once; then returns.
+        """Settle lazy state, trace and compile the model, capture every bucket.
 
-        After it nothing compiles. ``examples`` are batches of kinds that the config does not tell
-        of: with other optional fields or flags that the model branches on; only which fields they
-        have matters. Raises PassError where the model cannot be traced as one graph.
+        After it nothing compiles; called again it returns at once. ``examples`` are batches of
+        kinds that the config does not tell of: with other optional fields or flags, or of a
+        subclass of ForwardBatch; only which fields they have matters. They may come later too.
+        Raises PassError where the model cannot be traced as one graph.
         """
-        if self.warmup_facts is None:
-            with step, torch.no_grad():
+        with step, torch.no_grad():
+            if self.warmup_facts is None or examples:
                 self.warmup_facts = warm_up(self, examples)
-        return self.warmup_facts
+            return self.warmup_facts
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """One forward pass. ``batch`` is not changed.
@@ -147,17 +158,33 @@ class ModelRunner:
         that the config states, SlotMismatchError and SlotNotFoundError for fields that do not fit;
         both before anything is written. Under ``strict`` raises FallbackError where no graph runs.
         """
-        check_capacity(batch, self.config)
-        with step, torch.no_grad():
+        self._check(batch)
+        with step, torch.no_grad(), self.tuned():
             found = self._choose(batch)
             if isinstance(found, Refusal):
                 return self._run_eagerly(batch, found)
             if found is None:
                 return self._output(batch, self.eager.execute(batch), "idle", None, None)
             runner, match = found
+            has_logits = self._captured_logits(batch)
             result = runner.run(batch, match)
             path: Path = "decode" if runner is self.decode else "prefill"
-            return self._output(batch, result, path, None, getattr(match.key, runner.unit))
+            bucket = getattr(match.key, runner.unit)
+            return self._output(batch, result, path, None, bucket, captured_logits=has_logits)
+
+    def split_prefill(self, batch: ForwardBatch) -> SplitPrefill:
+        """Begin a prefill whose layers run in several calls of :meth:`continue_prefill`, with other
+        forwards in between. Nothing of it is captured."""
+        self._check(batch)
+        with step, torch.no_grad():
+            return self.eager.split_prefill(batch)
+
+    def continue_prefill(self, split: SplitPrefill, num_layers: int) -> ForwardOutput | None:
+        """Run the next layers; the output with the last of them, None before."""
+        with step, torch.no_grad(), self.tuned():
+            if not split.run(num_layers):
+                return None
+            return self._output(split.batch, split.result, "eager", None, None)
 
     def explain(self) -> RunnerExplanation:
         """What is captured, what fell back and why, how many bytes. Print it, or read it."""
@@ -173,9 +200,10 @@ class ModelRunner:
 
     def capture(self) -> None:
         """Capture every bucket again, after :meth:`invalidate`. Compiles nothing."""
-        with step, torch.no_grad():
+        with step, torch.no_grad(), self.tuned():
             for _, capture in self.captures():
                 capture()
+            take_back(self)
 
     def captures(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """What there is to capture, in order: a label and the call that does it."""
@@ -186,7 +214,24 @@ class ModelRunner:
             for size, capture in self.logits.captures():
                 yield f"logits={size}", capture
 
+    def tuned(self) -> AbstractContextManager[Any]:
+        """The sizes that kernels were tuned at; elsewhere FlashInfer looks a size up by its own."""
+        return tuned_sizes(self.config) if self.is_tuned else nullcontext()
+
     # -- inside ----------------------------------------------------------------------------------
+
+    def _prefill_runner(self) -> PrefillCudaGraphRunner:
+        if self.config.prefill_backend == "breakable":
+            return BreakableCudaGraphRunner(self.served, self.roots)
+        return PrefillCudaGraphRunner(self.served, self.traced)
+
+    def _check(self, batch: ForwardBatch) -> None:
+        """Raise for a batch that cannot be served, before anything is written."""
+        check_capacity(batch, self.config)
+        if self.logits is not None:
+            num_logit_rows(batch)
+        if self.config.enable_mlp_sync:
+            agreed_num_tokens(batch)
 
     def _choose(self, batch: ForwardBatch) -> tuple[GraphRunner, Match] | Refusal | None:
         """The graph that runs ``batch``, why none does, or None where none is wanted."""
@@ -195,41 +240,59 @@ class ModelRunner:
                 FallbackReason.NESTED_CALL,
                 "forward() was called inside another step, whose slots are in use",
             )
-        mode = batch.forward_mode
+        for runner in self.graph_runners:
+            runner.refresh()
+        mode, decode = batch.forward_mode, self.decode
         if mode.is_idle() or batch.batch_size == 0:
-            return None
-        refusal: Refusal | None = None
-        for runner, enabled, option in (
-            (self.decode, self.config.enable_decode_graph, "enable_decode_graph"),
-            (self.prefill, self.config.enable_prefill_graph, "enable_prefill_graph"),
-        ):
-            if mode.is_decode() != (option == "enable_decode_graph"):
-                continue
-            if runner is None:
-                return Refusal(FallbackReason.DISABLED, f"{option} is {enabled}")
-            found = runner.find(batch)
-            if isinstance(found, Match):
-                return runner, found
-            refusal = found
-        assert refusal is not None
-        return refusal
+            found = None if decode is None else decode.find(batch)
+            if decode is not None and isinstance(found, Match):
+                return decode, found
+            is_wanted = self.config.enable_mlp_sync and batch.can_run_dp_cuda_graph
+            # Where it is, the other ranks count on a replay.
+            return found if is_wanted and isinstance(found, Refusal) else None
+        for runner in self.graph_runners:
+            if mode in runner.modes:
+                found = runner.find(batch)
+                return (runner, found) if isinstance(found, Match) else found
+        disabled = {
+            "enable_decode_graph": self.config.enable_decode_graph
+            or mode is not captured_mode(self.config),
+            "enable_prefill_graph": self.config.enable_prefill_graph
+            or not mode.wants_last_tokens(),
+        }
+        for option, enabled in disabled.items():
+            if not enabled:
+                return Refusal(FallbackReason.DISABLED, f"{option} is False")
+        return Refusal(
+            FallbackReason.MODE_NOT_CAPTURED, f"no runner captures {mode.name} with this config"
+        )
 
     def _run_eagerly(self, batch: ForwardBatch, refusal: Refusal) -> ForwardOutput:
-        self._count(refusal, self.counts.fallbacks)
+        self._count(refusal, self.counts.fallbacks, batch.forward_mode.name.lower())
         if refusal.reason is FallbackReason.NESTED_CALL:
             result = self.eager.execute_on_own_tensors(batch)
         else:
             result = self.eager.execute(batch)
         return self._output(batch, result, "eager", refusal.reason, None)
 
-    def _count(self, refusal: Refusal, counter: Counter[FallbackReason]) -> None:
+    def _captured_logits(self, batch: ForwardBatch) -> bool:
+        """Whether a graph makes the logits of ``batch``; if not, it is counted why."""
+        if self.logits is None:
+            return False
+        refusal = self.logits.refuse(num_logit_rows(batch))
+        if refusal is not None:
+            self._count(refusal, self.counts.logits_fallbacks, self.logits.name)
+        return refusal is None
+
+    def _count(self, refusal: Refusal, counter: Counter[FallbackReason], what: str) -> None:
+        """Count a fall-back of ``what`` (a forward mode, or the logits) and log its first."""
         reason = refusal.reason
         if self.config.strict and reason is not FallbackReason.DISABLED:
-            raise refusal.error("the runner")
-        if reason not in self.counts.messages:
-            self.counts.messages[reason] = refusal.message
+            raise refusal.error(f"the runner ({what})")
+        if (what, reason) not in self.counts.messages:
+            self.counts.messages[what, reason] = refusal.message
             level = logging.DEBUG if reason is FallbackReason.DISABLED else logging.WARNING
-            log.log(level, "graphbuf: runner: %s: %s", reason.name, refusal.message)
+            log.log(level, "graphbuf: %s: %s: %s", what, reason.name, refusal.message)
         counter[reason] += 1
 
     def _output(
@@ -239,21 +302,22 @@ class ModelRunner:
         path: Path,
         reason: FallbackReason | None,
         bucket: int | None,
+        *,
+        captured_logits: bool = False,
     ) -> ForwardOutput:
         self.counts.paths[path] += 1
         logits = None
         hidden_states = hidden_states_of(result)
         if self.logits is not None and hidden_states is not None:
-            rows = gather_rows(hidden_states, batch)
-            if path == "decode" or path == "prefill":
-                logits, refusal = self.logits.forward(rows)
-                if refusal is not None:
-                    self._count(refusal, self.counts.logits_fallbacks)
-            else:
-                logits = self.logits.lm_head(rows)
+            logits = self.logits.forward(
+                gather_rows(hidden_states, batch),
+                captured=captured_logits,
+                stream=batch.stream_index or 0,
+            )
+        self.eager.registry.after_copy_out()
         return ForwardOutput(
             logits=logits,
-            hidden_states=result,
+            hidden_states=_wanted(result, hidden_states, batch),
             path=path,
             reason=reason,
             bucket=bucket,
@@ -272,6 +336,14 @@ class ModelRunner:
         return BatchDeclaration(batch_type=kind, slots=slots, size_fields={"batch_size": "bs"})
 
 
+def _wanted(result: Any, hidden_states: Tensor | None, batch: ForwardBatch) -> Any:
+    """Of what the model returned, what the batch asks for."""
+    mode = batch.capture_hidden_mode
+    if mode is CaptureHiddenMode.FULL or hidden_states is None:
+        return result
+    return gather_rows(hidden_states, batch) if mode is CaptureHiddenMode.LAST else None
+
+
 def _by_dimension(slot: GraphSlot) -> GraphSlot:
     """The slot with its axis said per dimension: a standard slot has the shape of its buffer,
     which does not tell which dimension follows the axis."""
@@ -281,9 +353,20 @@ def _by_dimension(slot: GraphSlot) -> GraphSlot:
 
 
 def hidden_states_of(result: Any) -> Tensor | None:
-    """The hidden states in what a model returned; None where it returns something else."""
+    """The hidden states in what a model returned; None for what a pipeline stage hands on.
+
+    Raises ConfigError for a result in which they cannot be told.
+    """
+    if isinstance(result, PPProxyTensors):
+        return None
+    found = result
     if isinstance(result, (tuple, list)) and result:
-        result = result[0]
+        found = result[0]
     elif isinstance(result, dict):
-        result = result.get("hidden_states")
-    return result if isinstance(result, Tensor) else None
+        found = result.get("hidden_states")
+    if isinstance(found, Tensor):
+        return found
+    raise ConfigError(
+        f"the model returned a {type(result).__name__} in which there are no hidden states; return "
+        f"a tensor, a tuple that begins with it, a dict with 'hidden_states', or PPProxyTensors"
+    )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from compile_backend.errors import FallbackReason
 
-__all__ = ["ForwardOutput", "Path"]
+__all__ = ["ForwardOutput", "Path", "copied_from"]
 
 Path = Literal["decode", "prefill", "eager", "idle"]
 
@@ -29,3 +31,15 @@ class ForwardOutput:
     bucket: int | None  # captured size: requests for decode, tokens for prefill
     batch_size: int  # live
     num_tokens: int  # live
+
+
+def copied_from(buffers: Iterable[Tensor], result: Any) -> Any:
+    """``result`` with copies of the tensors that lie in the memory of ``buffers``."""
+    storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in storages:
+            return value.clone()
+        return value
+
+    return pytree.tree_map(copy, result)

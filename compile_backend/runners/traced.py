@@ -28,6 +28,7 @@ from compile_backend.compiled_graph import (
 from compile_backend.config import GraphbufConfig
 from compile_backend.engines import Engine
 from compile_backend.errors import GraphbufError, PassError
+from compile_backend.graph_files import write_graph
 from compile_backend.output_plan import BoundOutputs
 from compile_backend.passes.axes import Refusal, symbol_of
 from compile_backend.passes.classify import (
@@ -39,10 +40,12 @@ from compile_backend.passes.classify import (
     slot_axes,
 )
 from compile_backend.passes.input_memory import mutated_names
+from compile_backend.runners.host_only import HostOnly, read_of_forbidden_field
 
 __all__ = ["TracedCallable", "TracedGraph"]
 
 MAX_TRACES = 4  # of one kind of batch, until Dynamo knows which numbers vary
+MAX_SIZES = 4096  # live sizes of one graph that are remembered
 _numbers = itertools.count()
 
 
@@ -59,7 +62,25 @@ class TracedGraph:
     sizes: Mapping[int, str]  # index of a number input -> the axis whose size it is
     refusal: Refusal | None  # why it is never captured
     structure: _Structure | None = None
+    # Inputs that are tensors, slots and weights, in the order of the graph's arguments
+    tensor_positions: tuple[int, ...] = field(init=False)
+    _tied: tuple[_Weight, ...] = field(init=False)
+    _readers: tuple[tuple[Any, Any], ...] = field(init=False)  # (None, slot) or (container, key)
     _bound: dict[tuple[int, ...], BoundOutputs] = field(default_factory=dict)
+    _guards: dict[tuple[int, ...], str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        readers: dict[int, tuple[Any, Any]] = {i: (None, name) for i, name in self.slots.items()}
+        readers.update({weight.index: weight.places[0] for weight in self.weights})
+        self.tensor_positions = tuple(sorted(readers))
+        self._tied = tuple(weight for weight in self.weights if len(weight.places) > 1)
+        self._readers = tuple(readers[position] for position in self.tensor_positions)
+
+    @property
+    def returns_inputs(self) -> bool:
+        """Whether a result may lie in the memory of an input."""
+        assert self.structure is not None
+        return self.structure.takes_inputs or self.compiled.outputs.returns_inputs
 
     @property
     def unpadded(self) -> Refusal | None:
@@ -77,14 +98,21 @@ class TracedGraph:
         }
 
     @property
-    def tensor_positions(self) -> tuple[int, ...]:
-        """Inputs that are tensors: slots and weights, in the order of the graph's arguments."""
-        slots, weights = set(self.slots), {weight.index for weight in self.weights}
-        return tuple(i.index for i in self.compiled.inputs if i.index in slots | weights)
+    def only_read(self) -> frozenset[str]:
+        """The slots that it reads and does not write."""
+        mutated = mutated_names(self.compiled.trace)
+        inputs = self.compiled.inputs
+        return frozenset(
+            slot for index, slot in self.slots.items() if inputs[index].name not in mutated
+        )
 
     def reads_axis(self, axis: str) -> bool:
         """Whether an input has this axis, or its size is an input."""
         return axis in self.axis_of.values() or axis in self.sizes.values()
+
+    def torn_weight(self) -> str | None:
+        """A weight that several modules shared when it was traced, and share no more."""
+        return next((weight.source for weight in self._tied if weight.is_torn()), None)
 
     def template(self, sizes: Mapping[str, int]) -> tuple[Any, ...]:
         """The graph's arguments with the numbers of these sizes filled in, and no tensors."""
@@ -95,9 +123,9 @@ class TracedGraph:
 
     def tensors(self, views: Mapping[str, Tensor]) -> list[Tensor]:
         """The tensor inputs in order: slot views as given, weights as they are now."""
-        found = {index: views[name] for index, name in self.slots.items()}
-        found.update({weight.index: weight.now() for weight in self.weights})
-        return [found[position] for position in self.tensor_positions]
+        return [
+            views[key] if container is None else container[key] for container, key in self._readers
+        ]
 
     def written_tensors(self, views: Mapping[str, Tensor]) -> list[Tensor]:
         """The tensor inputs that the graph writes to, slots and weights."""
@@ -107,10 +135,17 @@ class TracedGraph:
 
     def failing_guard(self, sizes: Mapping[str, int]) -> str | None:
         """The first shape guard, the compiler's included, that does not hold at these sizes."""
-        shape_env = self.compiled.trace.shape_env
-        if shape_env is None:
-            return None
-        return compat.shape_guards_failing_at(shape_env, self._symbols(sizes))
+        key = tuple(sizes.values())
+        if key not in self._guards:
+            if len(self._guards) >= MAX_SIZES:
+                self._guards.clear()
+            shape_env = self.compiled.trace.shape_env
+            self._guards[key] = (
+                None
+                if shape_env is None
+                else compat.shape_guards_failing_at(shape_env, self._symbols(sizes))
+            )
+        return self._guards[key]
 
     def finish(
         self,
@@ -128,7 +163,7 @@ class TracedGraph:
         key = tuple(raw.values())
         bound = self._bound.get(key)
         if bound is None:
-            if len(self._bound) > 4096:
+            if len(self._bound) >= MAX_SIZES:
                 self._bound.clear()
             bound = self._bound[key] = self.compiled.outputs.bind(self._symbols(raw))
         needs_args = bound.returns_inputs
@@ -168,21 +203,22 @@ class TracedCallable:
         self._error: GraphbufError | None = None
         self._call = torch.compile(_own_code(name), backend=self._backend, fullgraph=True)
 
-    def trace(self, batches: Sequence[Any]) -> TracedGraph:
-        """The graph for batches of this kind, compiled if there is none yet.
+    def trace(self, batches: Sequence[Any]) -> None:
+        """Compile what batches of this kind need, until there is nothing left to compile.
 
         ``batches`` are of one kind and differ in every size that varies; dimensions that follow an
-        axis are marked dynamic here. Raises PassError where the callable cannot be traced as one
-        graph, changes Python state, or needs a graph per size.
+        axis are marked dynamic here. A callable that branches on a size gets several graphs; which
+        of them serves a batch is asked of :meth:`find`. Raises PassError where the callable
+        cannot be traced as one graph, changes Python state, or needs a graph per size.
         """
         for batch in batches:
             self._mark_dynamic(batch)
-        graph = self._enter(batches[0])
-        for batch in itertools.islice(itertools.cycle(batches), 1, MAX_TRACES * len(batches)):
-            again = self._enter(batch)
-            if again is graph and batch is batches[-1]:
-                return graph
-            graph = again
+        for _ in range(MAX_TRACES):
+            known = len(self.graphs)
+            for batch in batches:
+                self._enter(batch)
+            if len(self.graphs) == known:
+                return
         raise PassError(
             f"{self.name} is traced anew for each size of the batch; find the number that it "
             f"depends on with TORCH_LOGS=recompiles, and pass it as a tensor"
@@ -211,15 +247,20 @@ class TracedCallable:
         ):
             try:
                 result = self._call(self._fn, batch)
-            except GraphbufError:
-                raise
             except Exception as error:
+                if isinstance(error, GraphbufError) and not isinstance(error, PassError):
+                    raise
                 if self._error is not None:
                     raise self._error from error
                 if compat.is_recompile_error(error):
                     raise
+                if named := read_of_forbidden_field(error):
+                    raise named from error
+                hidden = ", ".join(k for k, v in vars(batch).items() if isinstance(v, HostOnly))
+                advice = f"; batch fields without a slot cannot be read ({hidden})"
                 raise PassError(
                     f"{self.name} cannot be traced as one graph: {compat.describe(error)}"
+                    f"{advice if hidden else ''}"
                 ) from error
         if self._ran is None:
             raise PassError(
@@ -274,6 +315,10 @@ class TracedCallable:
         )
         weights = _bind_weights(inputs, examples, sources, scope, self._roots)
         compiled = compile_graph(gm, inputs, config=self._config, engine=self._engine)
+        if self._config.debug_dump_path is not None:
+            cuts = list(compiled.plan.cuts.values())
+            stages = compiled.pipeline.stages
+            write_graph(self._config.debug_dump_path, name, stages, compiled.pieces, cuts)
         axis_of = _axes_of(inputs)
         return TracedGraph(
             name=name,
@@ -302,16 +347,25 @@ def _own_code(name: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """A tensor that is neither a slot nor a result: read anew at each step, where it may be."""
+    """A tensor that is neither a slot nor a result: read anew at each step, where it is held.
+
+    ``places`` are all that held it when it was traced, as (mapping or sequence, key). Several hold
+    a tied weight, which the graph has as one input.
+    """
 
     index: int
     source: str
-    container: Any  # mapping or sequence that holds it, or None for one that cannot be replaced
-    key: Any
+    places: tuple[tuple[Any, Any], ...]
 
     def now(self) -> Tensor:
-        tensor: Tensor = self.container[self.key]
+        container, key = self.places[0]
+        tensor: Tensor = container[key]
         return tensor
+
+    def is_torn(self) -> bool:
+        """Whether the places of a tied weight hold different tensors now."""
+        first = self.now()
+        return any(container[key] is not first for container, key in self.places[1:])
 
 
 def _bind_weights(
@@ -321,13 +375,12 @@ def _bind_weights(
     scope: Mapping[str, Any],
     roots: Sequence[torch.nn.Module],
 ) -> tuple[_Weight, ...]:
-    holders: dict[int, tuple[Any, Any]] = {}
-    for root in roots:
-        for module in root.modules():
-            for fields in (module._parameters, module._buffers, vars(module)):
-                for key, value in fields.items():
-                    if isinstance(value, Tensor):
-                        holders.setdefault(id(value), (fields, key))
+    holders: dict[int, list[tuple[Any, Any]]] = {}
+    for module in dict.fromkeys(module for root in roots for module in root.modules()):
+        for fields in (module._parameters, module._buffers, vars(module)):
+            for key, value in fields.items():
+                if isinstance(value, Tensor):
+                    holders.setdefault(id(value), []).append((fields, key))
     weights = []
     for graph_input in inputs:
         index = graph_input.index
@@ -335,11 +388,18 @@ def _bind_weights(
             continue
         if graph_input.is_wrapped_number:
             continue
-        example = examples[index]
+        places = list(holders.get(id(examples[index]), []))
         place = compat.container_of(sources[index], scope)
-        if place is None or not _holds(place, example):
-            place = holders.get(id(example), ((example,), 0))
-        weights.append(_Weight(index, graph_input.source, *place))
+        if place is not None and _holds(place, examples[index]):
+            known = any(place[0] is c and place[1] == key for c, key in places)
+            places += [] if known else [place]
+        if not places:
+            raise PassError(
+                f"the model reads the tensor {graph_input.source}, and nothing says where a "
+                f"replacement of it would be found; make it a parameter, a buffer or an attribute "
+                f"of a module of the model"
+            )
+        weights.append(_Weight(index, graph_input.source, tuple(places)))
     return tuple(weights)
 
 

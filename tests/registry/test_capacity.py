@@ -307,7 +307,9 @@ def configs(draw):
             "speculative_eagle_topk": 1 if kind == "DFLASH" else draw(st.integers(1, 4)),
             "speculative_multi_layer_eagle": kind == "EAGLE" and draw(st.booleans()),
             "speculative_adaptive_max_draft_tokens": draw(
-                st.one_of(st.none(), st.integers(tokens, 9))
+                st.none()
+                if options["enable_mlp_sync"]  # the two do not go together
+                else st.one_of(st.none(), st.integers(tokens, 9))
             ),
         }
     return RunnerConfig(**options)
