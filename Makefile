@@ -4,17 +4,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CONTRACT := $(VENV)/.flashinfer
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench compat format clean
+.PHONY: demo test check bench compat gpu format clean
 
-# The main job: serve a byte-level Llama, eager and through the backend, and compare the tokens.
+# The main job: serve a byte-level Llama eagerly and from graphs, and compare every token.
 demo: $(STAMP)
-	$(BIN)/python -m examples.llama.demo
+	$(BIN)/python -m examples.llama.serve
 
-# Lint, types, import arrows and all tests.
-test: check
+# Lint, types, import arrows and all tests, those of the calls into FlashInfer included.
+test: check $(CONTRACT)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -q
 
 check: $(STAMP)
@@ -34,6 +35,10 @@ COMPAT := .venv-$(TORCH)
 compat: $(COMPAT)/.installed
 	$(COMPAT)/bin/python -m pytest -n $(JOBS) --dist loadgroup -q
 
+# What only a CUDA device can show, with $(PYTHON) as it is: torch, triton and pytest are enough.
+gpu:
+	PYTHONPATH=. PYTHON=$(PYTHON) scripts/gpu_check.sh
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -44,10 +49,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,examples]"
 	touch $@
 
+# FlashInfer imports on a CPU, without the CUDA packages that it asks for.
+$(CONTRACT): $(STAMP) constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps flashinfer-python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt apache-tvm-ffi einops ninja nvidia-ml-py packaging requests tabulate tqdm numpy click cuda-python
+	touch $@
+
 $(COMPAT)/.installed: pyproject.toml constraints.txt
 	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
-	grep -v '^torch==' constraints.txt > $(COMPAT)/constraints.txt
+	grep -vE '^(torch|triton)==' constraints.txt > $(COMPAT)/constraints.txt
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check -c $(COMPAT)/constraints.txt -e ".[test,examples]" torch==$(TORCH)
 	touch $@
 

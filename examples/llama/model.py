@@ -1,8 +1,9 @@
 """A Llama-style decoder, written plainly: RMSNorm, rotary positions, grouped queries, SwiGLU.
 
 Nothing in this file knows how it will be compiled. ``Llama.forward`` serves a batch of token rows
-over a paged KV cache; ``Llama.forward_dense`` runs whole sequences without a cache, for training
-and as the oracle of the tests. Both use the same weights.
+over a paged KV cache; ``Llama.forward_serving`` serves a ``ForwardBatch`` over whatever cache the
+attention backend of the current forward has; ``Llama.forward_dense`` runs whole sequences without
+a cache, for training and as the oracle of the tests. All use the same weights.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compile_backend.attention import attention
 from examples.llama.attention import PagedKVCache, paged_attention
 from examples.llama.tokenizer import VOCAB_SIZE
 
 if TYPE_CHECKING:
+    from compile_backend import ForwardBatch
     from examples.llama.batch import LlamaBatch
 
 WEIGHTS = Path(__file__).with_name("kjv-2m.safetensors")
@@ -117,6 +120,12 @@ class Attention(nn.Module):
         )
         return self.o_proj(out.flatten(-2))
 
+    def forward_serving(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        linears = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (linear(x).view(x.shape[0], -1, self.head_dim) for linear in linears)
+        out = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, self.layer)
+        return self.o_proj(out.flatten(-2))
+
     def forward_dense(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in self.project(x, cos, sin))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -148,6 +157,10 @@ class Block(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, batch: LlamaBatch, cache: PagedKVCache
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, batch, cache)
+        return x + self.ffn(self.ffn_norm(x))
+
+    def forward_serving(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention.forward_serving(self.attention_norm(x), cos, sin)
         return x + self.ffn(self.ffn_norm(x))
 
     def forward_dense(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -206,6 +219,18 @@ class Llama(nn.Module):
         """Return the logits of every row, [rows, vocab_size]; writes the KV cache."""
         return self.logits(self.hidden_states(batch))
 
+    def forward_serving(self, batch: ForwardBatch) -> Tensor:
+        """Return the normalised last hidden state of every token, [tokens, dim].
+
+        Runs inside a ``compile_backend.attention.forward_context``, whose attention backend writes
+        and reads its KV cache.
+        """
+        x = self.embed(batch.input_ids)
+        cos, sin = self.rotary(batch.positions)
+        for block in self.blocks:
+            x = block.forward_serving(x, cos, sin)
+        return self.norm(x)
+
     def forward_dense(self, input_ids: Tensor) -> Tensor:
         """Return the logits of whole sequences, [batch, length, vocab_size]; uses no cache."""
         x = self.embed(input_ids)
@@ -213,6 +238,21 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = block.forward_dense(x, cos, sin)
         return self.logits(self.norm(x))
+
+
+class ServedLlama(nn.Module):
+    """The same weights as a runner wants them: hidden states from ``forward``, then ``lm_head``."""
+
+    def __init__(self, llama: Llama) -> None:
+        super().__init__()
+        self.llama = llama
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        return self.llama.forward_serving(batch)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Return the logits of ``hidden`` [rows, dim], [rows, vocab_size]."""
+        return self.llama.logits(hidden)
 
 
 def save_weights(model: Llama, path: Path, notes: dict[str, str]) -> None:
