@@ -3,11 +3,12 @@
     python benchmarks/decode_traffic.py            # some minutes; --quick for a smoke run
 
 The model is the example's small Llama. A seeded trace of requests is served several times, and at
-every step the same batch goes through eager, ``torch.compile(dynamic=True)`` and graphbuf, in an
-order that rotates, so that all three meet the same noise and the same caches. Eager chooses the
-tokens; the logits of the others must agree with its own. Every path has served the whole trace once
-before anything is timed, so compiling and capturing are reported apart. One process per thread
-count, because thread pools are sized once.
+every step the same batch goes through eager, ``torch.compile(dynamic=True)``, the string backend, a
+hand-written graph runner of the kind that small engines carry, and ``ModelRunner``, in an order
+that rotates, so that all meet the same noise and the same caches. Eager chooses the tokens; the
+logits of the others must agree with its own. Every path has served the whole trace once before
+anything is timed, so compiling and capturing are reported apart. One process per thread count,
+because thread pools are sized once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,14 +33,24 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from compile_backend import explain  # noqa: E402
+from compile_backend import (  # noqa: E402
+    ForwardBatch,
+    ForwardMode,
+    ModelRunner,
+    RunnerConfig,
+    explain,
+)
+from compile_backend.attention import KVCache, RequestTable, TorchNativeBackend  # noqa: E402
+from compile_backend.engines import HostEngine, Replay  # noqa: E402
 from examples.llama.batch import LlamaBatch  # noqa: E402
 from examples.llama.demo import MAX_TOKENS, OPTIONS  # noqa: E402
 from examples.llama.generate import Forward, Generation, generate  # noqa: E402
-from examples.llama.model import Llama, load_model  # noqa: E402
+from examples.llama.model import Llama, ServedLlama, load_model  # noqa: E402
 from examples.llama.traffic import SlowReaders, seeded_requests  # noqa: E402
 
 EAGER, DYNAMIC, GRAPHBUF = "eager", "torch.compile(dynamic=True)", 'backend="graphbuf"'
+HAND_WRITTEN, RUNNER = "hand-written runner", "`ModelRunner`"
+SIZES: list[int] = OPTIONS["cudagraph_capture_sizes"]
 LOGIT_TOLERANCE = 1e-3
 
 
@@ -63,7 +75,7 @@ class PathResult:
 
     name: str
     round_seconds: list[float]
-    first_round_seconds: float
+    setup_seconds: float  # before the first step, and what the first round took longer
     largest_logit_error: float
 
 
@@ -86,8 +98,11 @@ class EveryPath:
         self._num_calls += 1
         logits: dict[str, Tensor] = {}
         for name in names[first:] + names[:first]:
+            path = self._paths[name]
+            if isinstance(path, RunnerPath):
+                path.follow_scheduler()
             began = time.perf_counter()
-            logits[name] = self._paths[name](batch)
+            logits[name] = path(batch)
             self.seconds[name] += time.perf_counter() - began
         for name in names:
             error = float((logits[name] - logits[EAGER]).abs().max())
@@ -96,12 +111,104 @@ class EveryPath:
         return logits[EAGER]
 
 
-def compile_paths(model: Llama) -> dict[str, Forward]:
-    return {
-        EAGER: model,
-        DYNAMIC: torch.compile(model, dynamic=True),
-        GRAPHBUF: torch.compile(model, backend="graphbuf", options=OPTIONS),
+class HandWrittenPath:
+    """Static tensors, a recording of the model per bucket, ``[:n]`` copies, tails reset by hand."""
+
+    def __init__(self, model: Llama) -> None:
+        self._model = model
+        largest = SIZES[-1]
+        self._tails = {"positions": 0, "out_cache_loc": 0, "req_pool_indices": 0, "seq_lens": 1}
+        self._buffers = {
+            name: torch.full((largest,), self._tails.get(name, 0))
+            for name in ("input_ids", *self._tails)
+        }
+        self._graphs = {size: self._capture(size) for size in reversed(SIZES)}
+
+    def __call__(self, batch: LlamaBatch) -> Tensor:
+        n = len(batch.input_ids)
+        size = next(size for size in SIZES if size >= n)
+        for name, buffer in self._buffers.items():
+            buffer[:n] = getattr(batch, name)
+            if name in self._tails:
+                buffer[n:size] = self._tails[name]
+        (logits,) = self._graphs[size]()
+        return logits[:n]
+
+    def _capture(self, size: int) -> Replay:
+        batch = LlamaBatch(**{name: buffer[:size] for name, buffer in self._buffers.items()})
+        return HostEngine().capture(
+            lambda *_: [self._model(batch)], static_inputs=list(vars(batch).values())
+        )
+
+
+class RunnerPath:
+    """``ModelRunner``, with a cache of its own. Each token row is a request that decodes, which is
+    what it is to attention: it reads the first ``seq_lens`` tokens of its row of the table."""
+
+    def __init__(self, model: Llama) -> None:
+        config, cache = model.config, model.cache
+        num_slots = cache.num_pages * cache.page_size
+        self._pages = cache.page_table
+        self._slots_of_page = torch.arange(num_slots, dtype=torch.int32).view(-1, cache.page_size)
+        kv_cache = KVCache(
+            num_slots,
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            torch.float32,
+            "cpu",
+        )
+        self._table = RequestTable(cache.max_requests, config.max_seq_len, "cpu")
+        self.runner = ModelRunner(
+            ServedLlama(model),
+            TorchNativeBackend(kv_cache, self._table),
+            RunnerConfig(
+                max_running_requests=MAX_TOKENS,
+                cudagraph_capture_sizes=tuple(SIZES),
+                enable_prefill_graph=False,
+                show_progress=False,
+            ),
+        )
+        self.runner.warmup()
+
+    def follow_scheduler(self) -> None:
+        """Copy the scheduler's page table, which a scheduler for this runner would write itself."""
+        slots = self._slots_of_page[self._pages].flatten(1)
+        self._table.req_to_token.copy_(slots[:, : self._table.max_context_len])
+
+    def __call__(self, batch: LlamaBatch) -> Tensor:
+        logits = self.runner.forward(
+            ForwardBatch(
+                forward_mode=ForwardMode.DECODE,
+                batch_size=len(batch.input_ids),
+                input_ids=batch.input_ids,
+                positions=batch.positions,
+                out_cache_loc=batch.out_cache_loc,
+                req_pool_indices=batch.req_pool_indices,
+                seq_lens=batch.seq_lens,
+                seq_lens_cpu=batch.seq_lens,
+            )
+        ).logits
+        assert logits is not None
+        return logits
+
+
+def compile_paths(model: Llama) -> tuple[dict[str, Forward], dict[str, float]]:
+    """The paths by name, and the seconds that setting each up took before its first step."""
+    makers: dict[str, Callable[[], Forward]] = {
+        EAGER: lambda: model,
+        DYNAMIC: lambda: torch.compile(model, dynamic=True),
+        GRAPHBUF: lambda: torch.compile(model, backend="graphbuf", options=OPTIONS),
+        HAND_WRITTEN: lambda: HandWrittenPath(model),
+        RUNNER: lambda: RunnerPath(model),
     }
+    paths, seconds = {}, {}
+    with torch.inference_mode():
+        for name, make in makers.items():
+            began = time.perf_counter()
+            paths[name] = make()
+            seconds[name] = time.perf_counter() - began
+    return paths, seconds
 
 
 def measure(trace: Trace, num_threads: int) -> dict[str, Any]:
@@ -112,7 +219,7 @@ def measure(trace: Trace, num_threads: int) -> dict[str, Any]:
     requests = seeded_requests(
         trace.num_requests, trace.seed, new_tokens=trace.new_tokens, gap=trace.gap
     )
-    paths = compile_paths(model)
+    paths, setup_seconds = compile_paths(model)
 
     def serve() -> tuple[EveryPath, Generation]:
         every_path = EveryPath(paths)
@@ -126,7 +233,8 @@ def measure(trace: Trace, num_threads: int) -> dict[str, Any]:
         PathResult(
             name=name,
             round_seconds=[r.seconds[name] for r in rounds],
-            first_round_seconds=warmup.seconds[name],
+            setup_seconds=setup_seconds[name]
+            + max(0.0, warmup.seconds[name] - statistics.median(r.seconds[name] for r in rounds)),
             largest_logit_error=max(r.logit_error[name] for r in (warmup, *rounds)),
         )
         for name in paths
@@ -142,6 +250,9 @@ def measure(trace: Trace, num_threads: int) -> dict[str, Any]:
         "num_new_tokens": generation.num_new_tokens,
         "paths": [asdict(result) for result in results],
         "explain": str(explain(paths[GRAPHBUF])),
+        "explain_runner": str(paths[RUNNER].runner.explain()),
+        "runner_hits": paths[RUNNER].runner.explain().hits,
+        "num_forwards": len(rows) * (trace.rounds + 1),
     }
 
 
@@ -180,13 +291,12 @@ def markdown_rows(result: dict[str, Any]) -> list[str]:
         seconds = path["round_seconds"]
         per_step = [1e3 * s / result["num_steps"] for s in seconds]
         speedups = [b / s for b, s in zip(baseline, seconds, strict=True)]
-        first = path["first_round_seconds"] - statistics.median(seconds)
         lines.append(
             f"| {result['num_threads']} | {name} | {statistics.median(per_step):.2f} "
             f"({min(per_step):.2f} to {max(per_step):.2f}) "
             f"| {result['num_new_tokens'] / statistics.median(seconds):,.0f} "
             f"| {statistics.median(speedups):.2f}x ({min(speedups):.2f} to {max(speedups):.2f}) "
-            f"| {max(first, 0.0):.1f} | {path['largest_logit_error']:.0e} |"
+            f"| {path['setup_seconds']:.1f} | {path['largest_logit_error']:.0e} |"
         )
     return lines
 
@@ -210,6 +320,10 @@ def main() -> int:
         print("\n".join(markdown_rows(result)))
     for result in results:
         print(f"\ngraphbuf at {result['num_threads']} threads:\n{result['explain']}")
+        print(
+            f"\nModelRunner, {result['runner_hits']} of {result['num_forwards']} forwards replayed"
+        )
+        print(result["explain_runner"])
 
     disagreeing = [
         f"{path['name']} at {result['num_threads']} threads: {path['largest_logit_error']:.1e}"
