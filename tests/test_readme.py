@@ -1,12 +1,18 @@
 """The README's code runs as it stands, and its facts agree with the package."""
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from compile_backend import GraphbufConfig, declaration_of
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -17,9 +23,26 @@ def test_the_first_example_runs_as_pasted(capsys):
     assert "fallbacks: none" in printed
 
 
+@pytest.mark.inductor
+def test_the_serving_example_runs_as_pasted(tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(BLOCKS[1])
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    printed = run.stdout
+    assert "decode 1 torch.Size([1, 100])" in printed
+    assert "decode 1  prefill 1  hits 2" in printed
+    assert "fallbacks: none" in printed
+
+
 def test_the_declaration_runs_as_pasted():
     scope = {"__name__": "readme"}
-    exec(BLOCKS[1], scope)
+    exec(BLOCKS[2], scope)
     assert set(declaration_of(scope["Step"]).slots) == {"input_ids", "out_cache_loc", "seq_lens"}
 
 
@@ -35,9 +58,8 @@ def test_every_option_is_listed_with_its_default():
 
 
 def test_the_documents_that_it_links_to_exist():
-    root = Path(__file__).parent.parent
     for target in re.findall(r"\]\(((?!http|#)[^)]+)\)", README):
-        assert (root / target).exists(), target
+        assert (ROOT / target).exists(), target
 
 
 def test_no_placeholder_is_left():
