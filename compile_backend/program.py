@@ -51,6 +51,7 @@ class CapturedProgram:
     num_moves: int = 0  # re-captures because an input that cannot be staged moved
     is_checked: bool = False  # with a tail, by check_padding
     refused_whole: str | None = None  # why it was captured in smaller segments than asked for
+    label: str | None = None  # what messages call it
     warmups: int = 0  # unrecorded runs before each capture, where that writes nothing that matters
     _replay: Replay | None = None
     _segments: list[CapturedSegment] = field(default_factory=list)
@@ -85,7 +86,9 @@ class CapturedProgram:
             outputs: Sequence[Any] = gm.forward(*self.arguments(inputs))
             return outputs
 
-        replay = self.engine.capture(run, static_inputs=statics, warmups=self.warmups)
+        replay = self.engine.capture(
+            run, static_inputs=statics, warmups=self.warmups, label=self.label
+        )
         self._publish(statics, tensors)
         if self.engine.late_binding:
             replay.forget_inputs()
@@ -109,8 +112,9 @@ class CapturedProgram:
                 graph.mutated_inputs[name],
                 fixed,
                 warmups=self.warmups,
+                label=self.label and f"{self.label} (segment {number})",
             )
-            for name in graph.segments
+            for number, name in enumerate(graph.segments, 1)
         }
         root: dict[str, Any] = dict(segments)
         for node in graph.gm.graph.nodes:
@@ -193,8 +197,10 @@ class CapturedSegment(torch.nn.Module):
         fixed: set[int],
         *,
         warmups: int,
+        label: str | None,
     ) -> None:
         super().__init__()
+        self._label = label
         self._warmups = warmups
         self._engine = engine
         self._run = gm.forward
@@ -238,7 +244,9 @@ class CapturedSegment(torch.nn.Module):
         statics = tensors
         if not self._engine.late_binding:
             statics = [t if _storage(t) in self._fixed else _static_copy(t) for t in tensors]
-        replay = self._engine.capture(run, static_inputs=statics, warmups=self._warmups)
+        replay = self._engine.capture(
+            run, static_inputs=statics, warmups=self._warmups, label=self._label
+        )
         if not self._engine.late_binding:
             self._statics = statics
             self._write_back(tensors)

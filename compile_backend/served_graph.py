@@ -226,7 +226,13 @@ class ServedGraph:
             template=plan.template,
             positions=positions,
             staged=self._staged(key),
+            label=self._label(plan),
         )
+
+    def _label(self, plan: CallPlan) -> str:
+        """What messages call the program of a call."""
+        sizes = ", ".join(f"{name}={size}" for name, size in plan.decision.padded.items())
+        return f"graph {self.facts.name}" + (f" at {sizes}" if sizes else "")
 
     def _staged(self, key: ProgramKey) -> frozenset[int]:
         indices = self._unpadded if key.padded else self._exact_positions

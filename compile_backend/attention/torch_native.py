@@ -4,7 +4,7 @@ Any device and floating dtype. Decode reads nothing on the host and fits a FULL 
 bakes is the KV length that is gathered, so that length is a bucket and part of the graph key.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -30,7 +30,8 @@ __all__ = ["TorchNativeBackend"]
 class TorchNativeBackend(AttentionBackend):
     """Attention over ``kv_cache``, whose slots ``request_table`` gives to requests.
 
-    ``kv_len_buckets`` are the KV lengths that decode graphs span; None means powers of two from 64.
+    ``kv_len_buckets`` are the KV lengths that decode graphs span; None means 64, then four to each
+    doubling.
     The table's ``max_context_len`` always is the largest. Raises ConfigError for buckets outside 1
     to ``max_context_len``.
     """
@@ -307,7 +308,7 @@ def _gather(cache: Tensor, group: RequestGroup) -> Tensor:
 
 def _kv_len_buckets(asked: Sequence[int] | None, max_context_len: int) -> tuple[int, ...]:
     if asked is None:
-        asked = [2**power for power in range(6, 64) if 2**power < max_context_len]
+        asked = list(_quarter_steps(max_context_len))
     wrong = [bucket for bucket in asked if not 1 <= bucket <= max_context_len]
     if wrong:
         raise ConfigError(
@@ -315,6 +316,15 @@ def _kv_len_buckets(asked: Sequence[int] | None, max_context_len: int) -> tuple[
             "them, or raise max_context_len of the request table"
         )
     return tuple(sorted({*asked, max_context_len}))
+
+
+def _quarter_steps(longest: int) -> Iterator[int]:
+    """64, then four steps to each doubling, below ``longest``: at most a quarter is gathered for
+    nothing, and each doubling of the context costs four graphs for each batch size."""
+    length = 64
+    while length < longest:
+        yield length
+        length += 2 ** (length.bit_length() - 1) // 4
 
 
 def _on_requests(batch: ForwardBatch, field: str) -> Tensor:

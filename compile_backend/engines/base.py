@@ -28,7 +28,7 @@ from torch import Tensor
 
 from compile_backend.errors import CaptureError, ReplayError
 
-__all__ = ["Captured", "Engine", "NoEngine", "Replay", "captured_outputs"]
+__all__ = ["Captured", "Engine", "NoEngine", "Replay", "about", "captured_outputs", "name_of"]
 
 Captured = Callable[..., Sequence[Any]]
 """What an engine records: ``fn(*static_inputs)`` returns a flat list or tuple of tensors, ``None``
@@ -114,10 +114,18 @@ class Engine(ABC):
     """Whether a capture that fails halfway has written what ran until then."""
 
     @abstractmethod
-    def capture(self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0) -> Replay:
+    def capture(
+        self,
+        fn: Captured,
+        *,
+        static_inputs: Sequence[Tensor],
+        warmups: int = 0,
+        label: str | None = None,
+    ) -> Replay:
         """Run ``fn(*static_inputs)``, once, and record it.
 
-        The run happens without gradients. ``warmups`` unrecorded runs go first, for functions that
+        ``label`` is what messages call the recording; by default it is the name of ``fn``. The run
+        happens without gradients. ``warmups`` unrecorded runs go first, for functions that
         settle lazy state; they run the function's side effects, so a function that mutates its
         arguments is captured with none. Random generators are put back after them.
 
@@ -130,19 +138,28 @@ class Engine(ABC):
         """
 
     def capture_breakable(
-        self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0
+        self,
+        fn: Captured,
+        *,
+        static_inputs: Sequence[Tensor],
+        warmups: int = 0,
+        label: str | None = None,
     ) -> Replay:
         """As :meth:`capture`, but a call of a ``no_graph`` function inside ``fn`` ends the segment:
         it runs as written, also at every replay, and the next segment begins after it.
 
         The recording is one Replay: segments and marked functions, in order. A marked function gets
         the tensors of the replay. Where it has a ``capture_stub``, the results of the capturing
-        call are whatever the stub left. An engine that cannot interrupt a capture raises
-        CaptureError; one that can makes itself the thread's breaker (:mod:`.breakable`).
+        call are whatever the stub left. Where it fails halfway, what came before has run. Messages
+        number the segments from 1; a marked function counts with the segment that it ends.
+
+        An engine that cannot interrupt a capture raises CaptureError; one that can makes itself the
+        thread's breaker (:mod:`.breakable`).
         """
         raise CaptureError(
-            f"engine {self.name!r} cannot interrupt a capture to run a no_graph function; use an "
-            "engine that can (host, host_strict), or capture piecewise with the compiler"
+            f"engine {self.name!r} cannot interrupt the capture of {name_of(fn, label)} to run a "
+            "no_graph function; use an engine that can (cuda, host, host_strict), or capture "
+            "piecewise with the compiler"
         )
 
 
@@ -153,14 +170,26 @@ class NoEngine(Engine):
     late_binding = True
     fresh_outputs = True
 
-    def capture(self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0) -> Replay:
+    def capture(
+        self,
+        fn: Captured,
+        *,
+        static_inputs: Sequence[Tensor],
+        warmups: int = 0,
+        label: str | None = None,
+    ) -> Replay:
         """Run ``fn`` and remember it; its exceptions propagate as they are."""
         for _ in range(warmups):
             fn(*static_inputs)
         return _CallAgain(fn, static_inputs)
 
     def capture_breakable(
-        self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0
+        self,
+        fn: Captured,
+        *,
+        static_inputs: Sequence[Tensor],
+        warmups: int = 0,
+        label: str | None = None,
     ) -> Replay:
         """As :meth:`capture`: marked functions just run, and no stub is called."""
         return self.capture(fn, static_inputs=static_inputs, warmups=warmups)
@@ -205,6 +234,19 @@ class _CallAgain(Replay):
 
     def describe(self) -> str:
         return f"calls {getattr(self._fn, '__qualname__', self._fn)!r}; nothing is recorded"
+
+
+def name_of(fn: Captured, label: str | None) -> str:
+    """How messages call a captured function: by its label, else by its own name."""
+    return repr(label or getattr(fn, "__qualname__", None) or type(fn).__qualname__)
+
+
+def about(name: str, error: CaptureError) -> CaptureError:
+    """Make the message of ``error`` begin with ``name``, unless it has that; returns ``error``."""
+    message = str(error)
+    if name not in message:
+        error.args = (f"{name}: {message}",)
+    return error
 
 
 def captured_outputs(outputs: list[Any] | None) -> list[Any]:

@@ -25,7 +25,15 @@ from torch import Tensor
 from compile_backend.engines.tape import tensors_in
 from compile_backend.errors import CaptureError, FallbackReason, ReplayError
 
-__all__ = ["Breaker", "MarkedCall", "breaking_at", "is_in_segment", "no_graph"]
+__all__ = [
+    "Breaker",
+    "MarkedCall",
+    "breaking_at",
+    "call_marked",
+    "failure_of",
+    "is_in_segment",
+    "no_graph",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -137,6 +145,43 @@ def no_graph(
         return marked
 
     return mark if fn is None else mark(fn)
+
+
+def call_marked(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stub: Callable[..., Any] | None,
+) -> "tuple[Any, MarkedCall]":
+    """Call ``fn``, or ``stub`` in its place, while capturing: the result, and what replays call.
+
+    Raises what the function raises; CaptureError for what later segments would not see.
+    """
+    tensors = list(tensors_in((args, kwargs)))
+    places = _places(tensors)
+    result = (fn if stub is None else stub)(*args, **kwargs)
+    call = MarkedCall(fn, result, (args, kwargs))
+    if _places(tensors) != places:
+        raise CaptureError(
+            f"{call.name}, which is marked no_graph, gave an argument of its own other memory, "
+            "shape or strides, which later segments would not see; write into it as it is"
+        )
+    return result, call
+
+
+def _places(tensors: Sequence[Tensor]) -> list[Any]:
+    return [
+        (each.data_ptr(), each.shape, each.stride())
+        for each in tensors
+        if each.layout is torch.strided
+    ]
+
+
+def failure_of(fn: Callable[..., Any], error: Exception) -> CaptureError:
+    """What a capture remembers of the ``error`` of a marked function, which may be swallowed."""
+    if isinstance(error, CaptureError):
+        return error
+    return CaptureError(f"{name_of(fn)}, which is marked no_graph, raised {error!r}")
 
 
 class MarkedCall:

@@ -1,4 +1,4 @@
-"""The CUDA engine: one ``torch.cuda.CUDAGraph`` for each recording, all in one pool per device.
+"""The CUDA engine: a ``torch.cuda.CUDAGraph`` for each recording, all in one pool per device.
 
 Nothing runs while a graph is captured, so the capture is followed by one replay: that is the
 recorded run, which writes the outputs, moves the random generators and mutates what the function
@@ -17,6 +17,10 @@ input in released memory is refused at the next capture, so that no intermediate
 Either way outputs are valid until the next replay of *any* recording of the device's pool: a
 recording that was captured earlier had its intermediates in what was then free.
 
+A breakable recording is several graphs, with the marked functions between them
+(:mod:`.cuda_segments`). What it passes from one to the next lies in the pool: while one runs, a
+capture or replay of another recording, in a marked function or on another thread, is refused.
+
 **Random generators.** The default generator of the device is known to every graph. Others are named
 at the capture (``generators=[...]``), or drawing from them is an error that says so.
 """
@@ -30,16 +34,14 @@ import torch
 from torch import Tensor
 
 from compile_backend.engines.autocast import no_autocast_cache
-from compile_backend.engines.base import Captured, Engine, Replay
+from compile_backend.engines.base import Captured, Engine, Replay, name_of
 from compile_backend.engines.collector import resting_collector
+from compile_backend.engines.cuda_segments import GraphStep, MarkedStep, SegmentRecorder
 from compile_backend.engines.device_calls import (
     FixedInputs,
-    capture_error,
     check_call,
-    check_outputs,
     device_of,
     inside_a_capture,
-    name_of,
     require_cuda,
     warm_up,
 )
@@ -105,11 +107,40 @@ class CudaEngine(Engine):
     ) -> "CudaReplay":
         """As :meth:`Engine.capture`, on the device of the static inputs.
 
-        ``label`` is what messages call the recording; ``generators`` are the random generators
+        ``generators`` are the random generators
         that ``fn`` draws from besides the default one. Kernels that are tuned, loaded or given
         handles at their first call need ``warmups=1``, or a call before. Compiled pieces and break
         ops inside ``fn`` just run; all that they launch is in the graph.
         """
+        return self._capture(fn, static_inputs, warmups, label, generators, breakable=False)
+
+    def capture_breakable(
+        self,
+        fn: Captured,
+        *,
+        static_inputs: Sequence[Tensor],
+        warmups: int = 0,
+        label: str | None = None,
+        generators: Sequence[torch.Generator] = (),
+    ) -> "CudaReplay":
+        """As :meth:`Engine.capture_breakable`; the other arguments as in :meth:`capture`.
+
+        A marked function runs on the stream of the caller. What it launches on other streams has to
+        be waited for there before it returns. It may not capture, nor replay what was captured in
+        the same pool.
+        """
+        return self._capture(fn, static_inputs, warmups, label, generators, breakable=True)
+
+    def _capture(
+        self,
+        fn: Captured,
+        static_inputs: Sequence[Tensor],
+        warmups: int,
+        label: str | None,
+        generators: Sequence[torch.Generator],
+        *,
+        breakable: bool,
+    ) -> "CudaReplay":
         name = name_of(fn, label)
         check_call(name, static_inputs)
         device = device_of(name, static_inputs)
@@ -126,18 +157,24 @@ class CudaEngine(Engine):
         ):
             torch._C._set_grad_enabled(False)
             pool = shared_pool(device, generators)
+            if why := pool.why_not_now():
+                raise CaptureError(f"{name} cannot be captured now: {why}")
             if warmups:
                 self._warm_up(pool, name, fn, static_inputs, warmups)
                 states.restore()
-            graph = torch.cuda.CUDAGraph()
-            for generator in generators:
-                graph.register_generator_state(generator)
             pool.check_inputs(name, static_inputs)
             before = pool.use()
-            outputs = self._record(pool, graph, name, fn, static_inputs, warmups, generators)
-            replay = CudaReplay(
-                name, fn, static_inputs, outputs, graph, pool, pool.use().since(before)
+            recorder = SegmentRecorder(
+                pool,
+                name,
+                breakable=breakable,
+                error_mode=self._error_mode,
+                generators=generators,
+                warmups=warmups,
             )
+            outputs = recorder.run(fn, static_inputs)
+            use = pool.use().since(before)
+            replay = CudaReplay(name, fn, static_inputs, outputs, recorder.steps, pool, use)
         if self._weak_outputs:
             replay.release_outputs()
         return replay
@@ -163,30 +200,9 @@ class CudaEngine(Engine):
         for num_bytes in measured:
             pool.carve(num_bytes)
 
-    def _record(
-        self,
-        pool: GraphPool,
-        graph: torch.cuda.CUDAGraph,
-        name: str,
-        fn: Captured,
-        static_inputs: Sequence[Tensor],
-        warmups: int,
-        generators: Sequence[torch.Generator],
-    ) -> list[Any]:
-        try:
-            with pool.capturing(graph, error_mode=self._error_mode, generators=generators):
-                outputs = check_outputs(name, fn(*static_inputs), static_inputs)
-            pool.order()
-            graph.replay()
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise capture_error(name, error, warmups=warmups) from error
-        return outputs
-
 
 class CudaReplay(Replay):
-    """An instantiated graph, and what it needs to stay where it is."""
+    """Instantiated graphs, marked functions between them, and what must stay where it is."""
 
     def __init__(
         self,
@@ -194,29 +210,35 @@ class CudaReplay(Replay):
         fn: Captured,
         static_inputs: Sequence[Tensor],
         outputs: list[Any],
-        graph: torch.cuda.CUDAGraph,
+        steps: Sequence[GraphStep | MarkedStep],
         pool: GraphPool,
         use: PoolUse,
     ) -> None:
         self._name = name
-        # The graph reads what the function reaches (weights, caches) at baked addresses: with the
+        # The graphs read what the function reaches (weights, caches) at baked addresses: with the
         # function they stay allocated.
         self._fn: Captured | None = fn
         self._inputs = FixedInputs(static_inputs)
         self._outputs = outputs
-        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._steps = tuple(steps)
+        self._is_broken = any(isinstance(step, MarkedStep) for step in steps)
         self._pool: GraphPool | None = pool
         self._use = use
         self._released = False
 
     def __call__(self, inputs: Sequence[Tensor] | None = None) -> list[Any]:
-        """Launch the graph on the current stream, after earlier replays on other streams."""
-        if self._graph is None or self._pool is None:
+        """Launch each graph on the current stream, after earlier replays on other streams, and call
+        each marked function in between. Whatever that raises ends the replay."""
+        if self._pool is None:
             raise self._was_reset()
+        if why := self._pool.why_not_now():
+            raise ReplayError(f"{self._name} cannot be replayed now: {why}")
         if inputs is not None:
             self._inputs.check(inputs)
         self._pool.order()
-        self._graph.replay()
+        with self._pool.kept_for(self._name) if self._is_broken else nullcontext():
+            for step in self._steps:
+                step()
         return list(self._outputs)
 
     def _was_reset(self) -> ReplayError:
@@ -224,7 +246,7 @@ class CudaReplay(Replay):
 
     @property
     def outputs(self) -> list[Any]:
-        if self._graph is None:
+        if self._pool is None:
             raise self._was_reset()
         return list(self._outputs)
 
@@ -238,7 +260,7 @@ class CudaReplay(Replay):
         ``reset()``. Tensors that were returned before keep what they own. Outputs that are inputs,
         or were not made by the recording, stay as they are. Idempotent.
         """
-        if self._graph is None or self._pool is None:
+        if self._pool is None:
             raise self._was_reset()
         if not self._released:
             segments = self._pool.segments()
@@ -268,23 +290,31 @@ class CudaReplay(Replay):
 
     @property
     def num_entries(self) -> int:
-        """One: the launch of the graph."""
-        return 1
+        """Launches of graphs, and calls of marked functions."""
+        return len(self._steps)
+
+    @property
+    def num_segments(self) -> int:
+        """Graphs; stretches without a launch have none."""
+        return sum(isinstance(step, GraphStep) for step in self._steps)
 
     def reset(self) -> None:
-        """Destroy the graph; its memory is the pool's again, and with the pool's last recording
+        """Destroy the graphs; their memory is the pool's again, and with the pool's last recording
         the device's, at the next ``torch.cuda.empty_cache()``."""
-        if self._graph is not None:
-            self._graph.reset()
-        self._graph = self._pool = self._fn = None
+        for step in self._steps:
+            step.reset()
+        self._steps = ()
+        self._pool = self._fn = None
         self._inputs, self._outputs = FixedInputs([]), []
         self._use = PoolUse(0, 0, 0)
 
     def describe(self) -> str:
-        if self._graph is None:
+        if self._pool is None:
             return "a recording that was reset"
-        return (
-            f"# cuda engine: {self._name} as one graph of {len(self._inputs.tensors)} static "
+        graphs = "one graph" if self.num_segments == 1 else f"{self.num_segments} graphs"
+        header = (
+            f"# cuda engine: {self._name} as {graphs} of {len(self._inputs.tensors)} static "
             f"inputs and {len(self._outputs)} outputs; the pool grew by {self.pool_bytes} bytes, "
             f"{self.output_bytes} of the outputs"
         )
+        return "\n".join([header, *map(str, self._steps)]) if self._is_broken else header

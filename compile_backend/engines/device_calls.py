@@ -23,7 +23,6 @@ __all__ = [
     "check_outputs",
     "device_of",
     "inside_a_capture",
-    "name_of",
     "require_cuda",
     "warm_up",
 ]
@@ -44,11 +43,6 @@ def require_cuda(engine: str) -> None:
         f"engine {engine!r} captures on a CUDA device, and {missing}, or use engine 'host' on a "
         "CPU, 'host_strict' to emulate a device there, or 'auto' to pick by device"
     )
-
-
-def name_of(fn: Captured, label: str | None) -> str:
-    """How messages call a captured function: by its label, else by its own name."""
-    return repr(label or getattr(fn, "__qualname__", None) or type(fn).__qualname__)
 
 
 class _Thread(threading.local):
@@ -153,8 +147,8 @@ def capture_error(name: str, error: Exception, *, warmups: int) -> CaptureError:
         settle = "" if warmups else ", and settle lazy state (autotuning, handles) with warmups=1"
         return CaptureError(
             f"{what}; most often this is a host read (.item(), .cpu(), bool()) or a copy from "
-            "pageable host memory: keep the value on the device, or move it into a break op"
-            f"{settle}",
+            "pageable host memory: keep the value on the device, or move it into a break op "
+            f"(a function marked no_graph){settle}",
             FallbackReason.HOST_READ,
         )
     if _UNREGISTERED_GENERATOR in text:

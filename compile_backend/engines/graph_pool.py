@@ -14,12 +14,14 @@ Facts of torch 2.11 to 2.13 that this file leans on (``CUDAGraph.cpp``,
   state, in which every later random operator outside of a capture fails.
 - cuBLAS keeps one workspace for each stream for good. One that was allocated outside of the
   capture could be freed under the graph; cleared before and after, it belongs to the graph.
+- ``capture_end`` tells only by a warning that a graph has no nodes.
 """
 
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -31,6 +33,7 @@ from compile_backend.errors import CaptureError
 
 __all__ = [
     "CaptureErrorMode",
+    "CapturedWork",
     "GraphPool",
     "capture_lock",
     "capture_stream",
@@ -45,6 +48,8 @@ CaptureErrorMode = Literal["global", "thread_local", "relaxed"]
 
 capture_lock = threading.RLock()
 """One capture at a time in the process: it empties caches and switches allocators."""
+
+_EMPTY = "The CUDA Graph is empty"
 
 _streams: dict[int, torch.cuda.Stream] = {}
 _pools: WeakValueDictionary[int, "GraphPool"] = WeakValueDictionary()
@@ -89,6 +94,13 @@ def on_side_stream(device: int) -> Iterator[None]:
         current.wait_stream(side)
 
 
+@dataclass(slots=True)
+class CapturedWork:
+    """What is known of a capture once it has ended."""
+
+    is_empty: bool = False
+
+
 class GraphPool:
     """One private pool of the caching allocator. Lives as long as a recording holds it."""
 
@@ -96,6 +108,7 @@ class GraphPool:
         self.device = device
         self.handle = torch.cuda.graph_pool_handle()
         self._last_stream: torch.cuda.Stream | None = None
+        self._kept_for: str | None = None
         self._anchor = torch.cuda.CUDAGraph()
         for generator in generators:
             self._anchor.register_generator_state(generator)
@@ -118,7 +131,7 @@ class GraphPool:
         *,
         error_mode: CaptureErrorMode,
         generators: Sequence[torch.Generator] = (),
-    ) -> Iterator[None]:
+    ) -> Iterator[CapturedWork]:
         """Record into ``graph`` what the block launches on the current stream.
 
         Waits for the device and empties the caches first, since nothing can be freed while a
@@ -132,8 +145,9 @@ class GraphPool:
         try:
             with torch.cuda.stream(capture_stream(self.device)):
                 graph.capture_begin(pool=self.handle, capture_error_mode=error_mode)
-                yield
-                self._end(graph)
+                work = CapturedWork()
+                yield work
+                work.is_empty = self._end(graph)
         except BaseException:
             with torch.cuda.stream(capture_stream(self.device)):
                 self._give_up(graph, generators)
@@ -141,9 +155,9 @@ class GraphPool:
         finally:
             torch._C._cuda_clearCublasWorkspaces()
 
-    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _end(self, graph: torch.cuda.CUDAGraph) -> bool:
         torch.cuda.set_stream(capture_stream(self.device))  # where the block has left another one
-        _capture_end(graph)
+        return _capture_end(graph)
 
     def _give_up(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
         """End a capture that has failed, or that failed to end."""
@@ -166,6 +180,25 @@ class GraphPool:
             if self._last_stream is not None:
                 stream.wait_stream(self._last_stream)
             self._last_stream = stream
+
+    @contextmanager
+    def kept_for(self, name: str) -> Iterator[None]:
+        """While the block runs, nothing else may use the pool: recording ``name`` has values there
+        between its segments."""
+        self._kept_for = name
+        try:
+            yield
+        finally:
+            self._kept_for = None
+
+    def why_not_now(self) -> str | None:
+        """Why nothing may be captured or replayed in the pool at this moment."""
+        if self._kept_for is None:
+            return None
+        return (
+            f"{self._kept_for} is between two of its segments, whose values in the graph pool this "
+            "would overwrite; call it outside of functions marked no_graph, or uncaptured there"
+        )
 
     def check_inputs(self, name: str, static_inputs: Sequence[Tensor]) -> None:
         """Raise CaptureError for an input in memory that the new capture could take for itself."""
@@ -214,10 +247,18 @@ def _allocating_to(handle: tuple[int, int], device: int) -> Iterator[None]:
         torch._C._cuda_releasePool(device, handle)
 
 
-def _capture_end(graph: torch.cuda.CUDAGraph) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+def _capture_end(graph: torch.cuda.CUDAGraph) -> bool:
+    """End a capture; whether nothing was launched in it."""
+    is_empty = False
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", message=_EMPTY)
         graph.capture_end()
+    for each in caught:
+        if str(each.message).startswith(_EMPTY):
+            is_empty = True
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    return is_empty
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:

@@ -38,22 +38,39 @@ class HostEngine(Engine):
         self._check_inputs = check_inputs
 
     def capture(
-        self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0
+        self,
+        fn: Captured,
+        *,
+        static_inputs: Sequence[Tensor],
+        warmups: int = 0,
+        label: str | None = None,
     ) -> "HostReplay":
-        return self._record(fn, static_inputs, warmups, breakable=False)
+        return self._record(fn, static_inputs, warmups, label, breakable=False)
 
     def capture_breakable(
-        self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0
+        self,
+        fn: Captured,
+        *,
+        static_inputs: Sequence[Tensor],
+        warmups: int = 0,
+        label: str | None = None,
     ) -> "HostReplay":
-        return self._record(fn, static_inputs, warmups, breakable=True)
+        return self._record(fn, static_inputs, warmups, label, breakable=True)
 
     def _record(
-        self, fn: Captured, static_inputs: Sequence[Tensor], warmups: int, *, breakable: bool
+        self,
+        fn: Captured,
+        static_inputs: Sequence[Tensor],
+        warmups: int,
+        label: str | None,
+        *,
+        breakable: bool,
     ) -> "HostReplay":
         return record(
             fn,
             static_inputs,
             warmups=warmups,
+            label=label,
             as_device=False,
             breakable=breakable,
             build=lambda tape, outputs: HostReplay(

@@ -17,7 +17,12 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from compile_backend.engines.autocast import in_present_autocast, in_present_inference_mode
 from compile_backend.engines.bindings import quickest_callable
-from compile_backend.engines.breakable import MarkedCall, breaking_at, name_of
+from compile_backend.engines.breakable import (
+    breaking_at,
+    call_marked,
+    failure_of,
+    name_of,
+)
 from compile_backend.engines.custom_ops import registered_kernel
 from compile_backend.engines.held_tensors import held_tensors
 from compile_backend.engines.host_reads import is_metadata_query
@@ -58,7 +63,7 @@ class TapeRecorder:
         self.tape = Tape()
         self.refusals = Refusals(self.tape, as_device=as_device)
         self._as_device = as_device
-        self._breakable = breakable
+        self.breakable = breakable
         self._generators = generators
         self._dispatch_mode = SeeOperators()
         self._function_mode = SeeReads()
@@ -70,7 +75,7 @@ class TapeRecorder:
         tape.inputs = [
             tape.find(tensor) or tape.add(tensor, Origin.INPUT) for tensor in static_inputs
         ]
-        breaking = breaking_at(self) if self._breakable else nullcontext()
+        breaking = breaking_at(self) if self.breakable else nullcontext()
         with recording_to(self), breaking, self._watching():
             outputs = fn(*static_inputs)
         self.refusals.check_outputs(outputs)
@@ -154,32 +159,20 @@ class TapeRecorder:
         stub: Callable[..., Any] | None,
     ) -> Any:
         """Call a function that is marked ``no_graph``, as one entry between the segments."""
-        name = name_of(fn)
         recorded = self._read((args, kwargs))
         if not self._as_device:
             self._refuse_held(fn, args, kwargs)
         written = tuple(registers_in(recorded))
-        places = self._places(written)
         try:
             with self._hidden():
-                result = (fn if stub is None else stub)(*args, **kwargs)
-            call = MarkedCall(fn, result, (args, kwargs))
+                result, call = call_marked(fn, args, kwargs, stub)
         except Exception as error:
             # Remembered: where the function swallows it here, a replay would not.
-            if not isinstance(error, CaptureError):
-                error = CaptureError(f"{name}, which is marked no_graph, raised {error!r}")
-            self.refusals.remember(error)
+            self.refusals.remember(failure_of(fn, error))
             raise
-        if self._places(written) != places:
-            raise self.refusals.remember(
-                CaptureError(
-                    f"{name}, which is marked no_graph, gave an argument of its own other memory, "
-                    "shape or strides, which later segments would not see; write into it as it is"
-                )
-            )
         self._append(
             EntryKind.NO_GRAPH,
-            name,
+            call.name,
             in_present_autocast(in_present_inference_mode(call) if self._as_device else call),
             *recorded,
             results=None,
@@ -205,11 +198,6 @@ class TapeRecorder:
                         "an attribute); a replay makes another one, so pass it as an argument"
                     )
                 )
-
-    def _places(self, registers: tuple[Register, ...]) -> list[tuple[int, Any]]:
-        tensors = map(self.tape.tensor, registers)
-        addresses = [each.data_ptr() for each in tensors if each.layout is torch.strided]
-        return list(zip(addresses, self._layouts(registers), strict=True))
 
     # --- one kind of call each ------------------------------------------------------------------
 

@@ -31,22 +31,39 @@ class StrictHostEngine(Engine):
     fresh_outputs = False
 
     def capture(
-        self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0
+        self,
+        fn: Captured,
+        *,
+        static_inputs: Sequence[Tensor],
+        warmups: int = 0,
+        label: str | None = None,
     ) -> "StrictHostReplay":
-        return self._record(fn, static_inputs, warmups, breakable=False)
+        return self._record(fn, static_inputs, warmups, label, breakable=False)
 
     def capture_breakable(
-        self, fn: Captured, *, static_inputs: Sequence[Tensor], warmups: int = 0
+        self,
+        fn: Captured,
+        *,
+        static_inputs: Sequence[Tensor],
+        warmups: int = 0,
+        label: str | None = None,
     ) -> "StrictHostReplay":
-        return self._record(fn, static_inputs, warmups, breakable=True)
+        return self._record(fn, static_inputs, warmups, label, breakable=True)
 
     def _record(
-        self, fn: Captured, static_inputs: Sequence[Tensor], warmups: int, *, breakable: bool
+        self,
+        fn: Captured,
+        static_inputs: Sequence[Tensor],
+        warmups: int,
+        label: str | None,
+        *,
+        breakable: bool,
     ) -> "StrictHostReplay":
         return record(
             fn,
             static_inputs,
             warmups=warmups,
+            label=label,
             as_device=True,
             breakable=breakable,
             build=lambda tape, outputs: StrictHostReplay(tape, static_inputs, outputs),

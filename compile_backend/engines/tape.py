@@ -127,6 +127,12 @@ class Tape:
         kinds = [entry.kind is EntryKind.NO_GRAPH for entry in self.entries]
         return sum(not ends and begins for ends, begins in zip(kinds, [True, *kinds], strict=False))
 
+    @property
+    def segment_under_way(self) -> int:
+        """The number, from 1, of the segment that the next entry belongs to, or ends."""
+        begins = not self.entries or self.entries[-1].kind is EntryKind.NO_GRAPH
+        return self.num_segments + begins
+
     def made_storage(self, storage: int) -> bool:
         """Whether a call of this tape brought the storage into being."""
         return self._storage_origins.get(storage) in (Origin.CONSTANT, Origin.RESULT)

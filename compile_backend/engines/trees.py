@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from compile_backend.engines.autocast import no_autocast_cache
-from compile_backend.engines.base import Captured, Engine, Replay
+from compile_backend.engines.base import Captured, Engine, Replay, about, name_of
 from compile_backend.engines.collector import resting_collector
 from compile_backend.engines.device_calls import (
     FixedInputs,
@@ -33,7 +33,6 @@ from compile_backend.engines.device_calls import (
     check_outputs,
     device_of,
     inside_a_capture,
-    name_of,
     require_cuda,
     warm_up,
 )
@@ -81,7 +80,7 @@ class TreesEngine(Engine):
         warmups: int = 0,
         label: str | None = None,
     ) -> "TreesReplay":
-        """As :meth:`Engine.capture`; ``label`` is what messages call the recording.
+        """As :meth:`Engine.capture`.
 
         Only the default random generator may be used. Kernels that are tuned, loaded or given
         handles at their first call need ``warmups=1``, or a call before.
@@ -123,7 +122,8 @@ class TreesEngine(Engine):
                     device=model.device,
                     stack_traces=model.stack_traces,
                 )
-        except CaptureError:
+        except CaptureError as error:
+            about(model.name, error)
             raise
         except Exception as error:
             # The end of a capture that was spoilt raises too, over what spoilt it.

@@ -160,7 +160,12 @@ class BreakableGraphs:
         weights = list(self._weights())
         started = time.perf_counter()
         try:
-            replay = self._engine.capture_breakable(run, static_inputs=inputs)
+            replay = self._engine.capture_breakable(
+                run,
+                static_inputs=inputs,
+                warmups=int(self._engine.needs_warmup),
+                label=key.label("prefill"),
+            )
         except CaptureError as error:
             return Refusal(error.reason, str(error))
         seconds = time.perf_counter() - started

@@ -47,6 +47,14 @@ class GraphKey:
     lora: bool = False
     stream: int = 0
 
+    def label(self, runner: str) -> str:
+        """What messages call this bucket of a runner: ``decode bs=8 of model#0``."""
+        parts = [runner, f"bs={self.bs}" if self.bs else f"tokens={self.tokens}"]
+        parts += [f"attention {list(self.attention)}"] if self.attention else []
+        parts += ["lora"] if self.lora else []
+        parts += [f"stream {self.stream}"] if self.stream else []
+        return f"{' '.join(parts)} of {self.graph}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketUse:
@@ -72,7 +80,8 @@ class _Counts:
 class BucketGraphs:
     """Programs by key. ``mode`` FULL captures one graph, PIECEWISE the segments between break ops.
 
-    ``copy_outputs`` False hands out views of graph memory where the engine has such.
+    ``copy_outputs`` False hands out views of graph memory where the engine has such. ``runner`` is
+    whose they are, for messages.
     """
 
     def __init__(
@@ -83,7 +92,9 @@ class BucketGraphs:
         mode: Literal["FULL", "PIECEWISE"],
         config: GraphbufConfig,
         copy_outputs: bool,
+        runner: str,
     ) -> None:
+        self._runner = runner
         self.registry = registry
         self.mode = mode
         self.num_recaptures = 0
@@ -223,6 +234,7 @@ class BucketGraphs:
             template=graph.template(sizes),
             positions=graph.tensor_positions,
             staged=frozenset(),
+            label=key.label(self._runner),
             warmups=int(self._engine.needs_warmup and like is None),
         )
         if like is not None:

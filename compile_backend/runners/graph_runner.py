@@ -148,6 +148,7 @@ class GraphRunner(BaseRunner):
         config = self.config
         return BucketGraphs(
             self.registry,
+            runner=self.name,
             engine=self.served.decode_engine if mode == "FULL" else self.served.engine,
             mode=mode,
             config=config.graphbuf_config(splitting_ops=("graphbuf::attention",)),

@@ -106,6 +106,7 @@ class LogitsRunner:
         self._graph = found
         self.graphs = BucketGraphs(
             registry,
+            runner=self.name,
             engine=served.engine,
             mode="FULL",
             config=config,

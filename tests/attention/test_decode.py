@@ -54,13 +54,23 @@ def test_lengths_round_bucket_edges(world, length, has_key):
 def test_the_key_is_the_smallest_bucket_that_holds_the_longest_request(world):
     backend = world.backend
     step = world.step([world.request(), world.request()], [1, 1], DECODE)
-    for length, bucket in ((1, 64), (63, 64), (64, 64), (65, 128), (129, 256), (256, 256)):
+    for length, bucket in ((1, 64), (63, 64), (64, 64), (65, 80), (129, 160), (256, 256)):
         for on_host in (True, False):
             lengths = torch.tensor([1, length])
             step.batch.seq_lens = lengths
             step.batch.seq_lens_cpu = lengths.clone() if on_host else None
             assert backend.graph_key(step.batch) == (bucket,)
-    assert backend.capture_keys(DECODE, 2) == [(64,), (128,), (256,)]
+    assert backend.capture_keys(DECODE, 2) == [
+        (64,),
+        (80,),
+        (96,),
+        (112,),
+        (128,),
+        (160,),
+        (192,),
+        (224,),
+        (256,),
+    ]
     step.batch.forward_mode = ForwardMode.EXTEND
     assert backend.graph_key(step.batch) == ()
     assert backend.capture_keys(ForwardMode.EXTEND, 2) == [()]
@@ -69,13 +79,13 @@ def test_the_key_is_the_smallest_bucket_that_holds_the_longest_request(world):
 def test_the_lengths_on_the_host_are_read_where_there_are_any(world):
     step = world.step([world.request(3)], [1], DECODE)
     step.batch.seq_lens_cpu = torch.tensor([100])
-    assert world.backend.graph_key(step.batch) == (128,)
+    assert world.backend.graph_key(step.batch) == (112,)
 
 
 def test_buckets_are_sorted_and_end_at_the_longest_context():
     table = RequestTable(2, 100, "cpu")
     cache = KVCache(4, 1, 1, 8, torch.float32, "cpu")
-    assert TorchNativeBackend(cache, table).kv_len_buckets == (64, 100)
+    assert TorchNativeBackend(cache, table).kv_len_buckets == (64, 80, 96, 100)
     assert TorchNativeBackend(cache, table, [32, 8, 32]).kv_len_buckets == (8, 32, 100)
     small = RequestTable(2, 64, "cpu")
     assert TorchNativeBackend(cache, small).kv_len_buckets == (64,)

@@ -52,6 +52,25 @@ HOLD_ON_A_DEVICE = {
     "test_random_operators_draw_anew_and_match_eager_for_the_same_seed",
     "test_static_inputs_must_be_tensors",
     "test_warm_ups_run_first_and_leave_the_generator_alone",
+    # of breakable captures
+    "test_a_capture_without_a_break_is_one_segment",
+    "test_a_marked_function_may_call_another",
+    "test_a_marked_function_reads_this_replays_values_and_so_does_the_next_segment",
+    "test_a_method_is_marked_like_a_function",
+    "test_a_replay_that_returns_a_new_tensor_is_an_error",
+    "test_a_replay_that_returns_another_argument_than_the_capture_is_an_error",
+    "test_a_reset_recording_runs_no_marked_function",
+    "test_a_result_that_would_go_stale_is_refused",
+    "test_an_argument_may_be_a_view_of_what_a_segment_made",
+    "test_an_argument_that_is_given_other_memory_or_shape_is_refused",
+    "test_an_exception_at_a_replay_reaches_the_caller_and_the_next_replay_is_whole",
+    "test_an_exception_at_the_capture_leaves_nothing_behind",
+    "test_an_exception_that_the_captured_function_swallows_still_counts",
+    "test_an_input_may_be_written_by_a_marked_function",
+    "test_arguments_may_be_returned",
+    "test_breaks_in_a_loop",
+    "test_state_of_a_marked_function_goes_on",
+    "test_tensors_reach_a_marked_function_in_containers_and_by_keyword",
 }
 
 
@@ -88,6 +107,21 @@ def engine(request):
 @pytest.fixture(params=[HostEngine, StrictHostEngine, *DEVICE_ENGINES], ids=lambda each: each.name)
 def recorder(request):
     """Engines that record."""
+    yield from _on_its_device(request)
+
+
+BREAKABLE = [HostEngine, StrictHostEngine, pytest.param(CudaEngine, marks=needs_cuda)]
+
+
+@pytest.fixture(params=BREAKABLE, ids=lambda each: each.name)
+def breakable_recorder(request):
+    """Engines that record, and can be interrupted."""
+    yield from _on_its_device(request)
+
+
+@pytest.fixture(params=[NoEngine, *BREAKABLE], ids=lambda each: each.name)
+def breakable_engine(request):
+    """These, and the one that just calls the function."""
     yield from _on_its_device(request)
 
 

@@ -19,15 +19,14 @@ from compile_backend.engines import (
 from compile_backend.errors import CaptureError, FallbackReason, ReplayError
 
 
-@pytest.fixture(params=[NoEngine, HostEngine, StrictHostEngine], ids=lambda each: each.name)
-def engine(request) -> Engine:
-    return request.param()
+@pytest.fixture
+def engine(breakable_engine) -> Engine:
+    return breakable_engine
 
 
-@pytest.fixture(params=[HostEngine, StrictHostEngine], ids=lambda each: each.name)
-def recorder(request) -> Engine:
-    """Engines that record, and can be interrupted."""
-    return request.param()
+@pytest.fixture
+def recorder(breakable_recorder) -> Engine:
+    return breakable_recorder
 
 
 @no_graph()
@@ -383,7 +382,7 @@ def test_a_disabled_function_is_part_of_the_segment(recorder):
 
 
 def test_an_engine_that_cannot_interrupt_a_capture_says_what_to_use():
-    with pytest.raises(CaptureError, match=r"'none' cannot interrupt a capture.*host_strict"):
+    with pytest.raises(CaptureError, match=r"'none' cannot interrupt the capture.*host_strict"):
         Engine.capture_breakable(NoEngine(), lambda x: [x], static_inputs=[torch.ones(1)])
 
 

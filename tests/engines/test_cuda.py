@@ -15,6 +15,7 @@ from compile_backend.engines import (
     StrictHostEngine,
     TreesEngine,
     engine_by_name,
+    no_graph,
     record_opaque,
     resting_collector,
 )
@@ -277,6 +278,18 @@ def device():
 
 class Boom(Exception):  # noqa: N818 - short, it is everywhere
     """The user's own exception."""
+
+
+@no_graph()
+def add_the_mean(x, out):
+    """Reads the host, which no graph may."""
+    out.copy_(x + x.mean().item())
+
+
+def averaged(x):
+    out = torch.empty_like(x)
+    add_the_mean(x, out)
+    return out
 
 
 def _use(device: int) -> PoolUse:
@@ -617,3 +630,202 @@ def test_the_device_computes_what_the_strict_emulator_does(device):
     replay = CudaEngine().capture(step, static_inputs=[on_gpu])
     for _ in range(3):
         torch.testing.assert_close([each.cpu() for each in replay()], emulated())
+
+
+# --- captures that marked functions interrupt ---------------------------------------------------
+
+
+@on_device
+@pytest.mark.parametrize("weak", [False, True])
+def test_segments_pass_values_on_and_those_without_a_launch_are_left_out(device, weak):
+    def function(x):
+        first, second = torch.empty_like(x), torch.empty_like(x)
+        add_the_mean(x, first)  # after no launch
+        add_the_mean(first, second)
+        y = averaged(second * 2)
+        add_the_mean(y, second)  # nor between these two
+        return [y + second, x]
+
+    x = torch.randn(3, 4)
+    expected = function(x)
+    engine = CudaEngine(weak_outputs=weak)
+    replay = engine.capture_breakable(function, static_inputs=[x], warmups=1)
+    assert torch.equal(replay.outputs[0], expected[0])
+    assert (replay.num_segments, replay.num_entries) == (2, 6)
+    assert replay.describe().splitlines()[1:] == [*["call add_the_mean"] * 2, "graph",
+        *["call add_the_mean"] * 2, "graph"]  # fmt: skip
+    for _ in range(3):
+        x.copy_(torch.randn(3, 4))
+        out = replay()
+        assert torch.equal(out[0], function(x)[0])
+        assert out[1] is x
+
+
+@on_device
+def test_layers_of_a_breakable_recording_share_memory(device):
+    def layers(count):
+        def function(x):
+            for _ in range(count):
+                x = averaged(x * 2 - x) * 0.5
+            return [x]
+
+        return function
+
+    x = torch.ones(4 * MIB)
+    engine = CudaEngine()
+    few = engine.capture_breakable(layers(2), static_inputs=[x])
+    reserved = _use(device).reserved_bytes
+    many = engine.capture_breakable(layers(12), static_inputs=[x])
+    assert _use(device).reserved_bytes <= reserved + 1.1 * many.output_bytes
+    assert many.num_segments == 13
+    for replay, count in ((few, 2), (many, 12), (few, 2)):
+        x.uniform_()
+        assert torch.equal(replay()[0], layers(count)(x)[0])
+    few.reset()
+    many.reset()
+    assert _use(device).allocated_bytes == 0
+
+
+@on_device
+@pytest.mark.parametrize(
+    "place", ["first segment", "read", "break", "swallowed", "later segment", "end"]
+)
+def test_a_failure_in_a_breakable_capture_restores_all(device, found_as_left, place):
+    x = torch.ones(4)
+    engine, other = CudaEngine(), torch.cuda.Stream()
+    healthy = engine.capture(lambda x: [x * 3], static_inputs=[x])
+    made = []
+
+    @no_graph()
+    def marked(y, out):
+        if place in ("break", "swallowed"):
+            raise Boom
+        out.copy_(y + y.sum().item())
+
+    def function(x):
+        y = x + torch.rand(4)
+        made.append(weakref.ref(y))
+        torch.set_grad_enabled(True)
+        gc.disable()
+        if place == "first segment":
+            raise Boom
+        if place == "read":
+            y.sum().item()
+        out = torch.empty_like(y)
+        try:
+            with torch.cuda.stream(torch.cuda.current_stream()):
+                marked(y, out)
+        except Boom:
+            if place == "break":
+                raise
+        out = out + torch.rand(4)
+        if place == "later segment":
+            raise Boom
+        if place == "end":  # work of another stream that never comes back
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                x + 1
+        return [out]
+
+    number = 2 if place in ("later segment", "end") else 1
+    with (
+        found_as_left(),
+        pytest.raises(CaptureError, match=rf"^'b4' \(segment {number}\)") as caught,
+    ):
+        engine.capture_breakable(function, static_inputs=[x], label="b4")
+    if place == "read":
+        assert caught.value.reason is FallbackReason.HOST_READ
+    elif place != "end":
+        assert "Boom" in str(caught.value)
+    assert not torch.cuda.is_current_stream_capturing()
+    torch.rand(4)  # the generator is not left in capture state
+    torch.cuda.synchronize()
+    del caught
+    assert [each() for each in made] == [None]
+    assert healthy()[0].tolist() == [3] * 4
+
+    place = "nowhere"
+    replay = engine.capture_breakable(function, static_inputs=[x])
+    torch.manual_seed(7)
+    out = replay()[0].clone()
+    torch.manual_seed(7)
+    assert torch.equal(out, function(x)[0])
+    torch.set_grad_enabled(True)
+    gc.enable()
+
+
+@on_device
+def test_a_marked_function_draws_random_numbers_in_its_turn(device):
+    @no_graph()
+    def noise(x, out):
+        out.copy_(x + torch.rand(8))
+
+    def function(x):
+        noise(x + torch.rand(8), out := torch.empty(8))
+        return [out + torch.rand(8)]
+
+    x = torch.ones(8)
+    torch.manual_seed(1)
+    expected = [function(x)[0] for _ in range(3)]
+    torch.manual_seed(1)
+    replay = CudaEngine().capture_breakable(function, static_inputs=[x])
+    assert torch.equal(replay.outputs[0], expected[0])
+    for each in expected[1:]:
+        assert torch.equal(replay()[0], each)
+
+
+@on_device
+def test_a_marked_function_runs_on_the_stream_of_the_caller(device):
+    seen = []
+
+    @no_graph()
+    def look(x, out):
+        seen.append(torch.cuda.current_stream())
+        out.copy_(x)
+
+    def function(x):
+        look(x * 2, out := torch.empty_like(x))
+        return [out + 1]
+
+    x = torch.ones(MIB)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        replay = CudaEngine().capture_breakable(function, static_inputs=[x])
+    for value, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            x.fill_(value)
+            assert replay()[0][-1].item() == 2 * value + 1
+    assert seen == [streams[0], *streams]
+
+
+@on_device
+def test_nothing_else_uses_the_pool_between_two_segments(device):
+    engine, x = CudaEngine(), torch.ones(4)
+    other = engine.capture(lambda x: [x * 3], static_inputs=[x])
+    does = []
+
+    @no_graph()
+    def marked(y):
+        for act in does:
+            act()
+
+    def function(x):
+        marked(y := x + 1)
+        return [y * 2]
+
+    def capture():
+        engine.capture(lambda x: [x], static_inputs=[x])
+
+    does[:] = [other]
+    with pytest.raises(CaptureError, match=r"marked.*cannot be replayed now: 'b4' is between"):
+        engine.capture_breakable(function, static_inputs=[x], label="b4")
+    does[:] = []
+    replay = engine.capture_breakable(function, static_inputs=[x], label="b4")
+    for act, error in ((other, ReplayError), (replay, ReplayError), (capture, CaptureError)):
+        does[:] = [act]
+        with pytest.raises(error, match="'b4' is between two of its segments"):
+            replay()
+    does[:] = []
+    assert replay()[0].tolist() == [4] * 4
+    assert other()[0].tolist() == [3] * 4
