@@ -344,7 +344,7 @@ class Benchmark:
             activities.append(ProfilerActivity.CUDA)
         step(batch)
         self._synchronize()
-        with profile(activities=activities) as recorded:
+        with profile(activities=activities, acc_events=True) as recorded:
             for _ in range(num_steps):
                 step(batch)
             self._synchronize()

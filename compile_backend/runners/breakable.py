@@ -47,7 +47,8 @@ from compile_backend.runners.breakable_model import (
     show_batch,
 )
 from compile_backend.runners.bucket_graphs import GraphKey
-from compile_backend.runners.graph_runner import Bucket, Match, Template
+from compile_backend.runners.contracts import Bucket, Match
+from compile_backend.runners.graph_runner import Template
 from compile_backend.runners.prefill import PrefillCudaGraphRunner
 from compile_backend.runners.state import unchanged_state
 
@@ -159,7 +160,7 @@ class BreakableCudaGraphRunner(PrefillCudaGraphRunner):
                     self.graphs.drop(key)
                     self.refusals[key] = refusal
         if self._num_facts() != num_facts:  # what was found by fewer facts is looked up again
-            self._forget_variants()
+            self._known.forget()
 
     def _num_facts(self) -> int:
         return sum(len(graph.facts) for graph in self.traced.graphs)

@@ -12,8 +12,9 @@ from compile_backend.registry.builders import build_decode_registry
 from compile_backend.registry.capacity import decode_capture_sizes, max_bs
 from compile_backend.registry.mlp_sync import agreed_num_tokens
 from compile_backend.runners.base import ServedModel, captured_mode, captured_widths
+from compile_backend.runners.contracts import Bucket
 from compile_backend.runners.dummy_buffers import DummyBuffers
-from compile_backend.runners.graph_runner import Bucket, GraphRunner
+from compile_backend.runners.graph_runner import GraphRunner
 from compile_backend.runners.traced import TracedCallable
 
 __all__ = ["DecodeCudaGraphRunner"]

@@ -10,12 +10,11 @@ from __future__ import annotations
 import copy
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from itertools import product
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,89 +27,14 @@ from compile_backend.passes.axes import Refusal
 from compile_backend.passes.classify import read_field
 from compile_backend.registry.registry import CudaGraphBufferRegistry
 from compile_backend.runners.base import BaseRunner, ServedModel
-from compile_backend.runners.bucket_graphs import BucketGraphs, BucketUse, GraphKey
+from compile_backend.runners.bucket_graphs import BucketGraphs, GraphKey
+from compile_backend.runners.contracts import Bucket, GraphSource, GraphStore, Match, ServedGraph
 from compile_backend.runners.host_only import traceable_view, variant_of
+from compile_backend.runners.known_graphs import KnownGraphs
 
-__all__ = [
-    "Bucket",
-    "GraphRunner",
-    "GraphSource",
-    "GraphStore",
-    "Match",
-    "ServedGraph",
-    "Template",
-]
+__all__ = ["GraphRunner", "Template"]
 
 log = logging.getLogger(__name__)
-
-MAX_VARIANTS = 1024  # kinds of batches whose graph is remembered
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A size that is captured: rows on each axis. ``bs`` is 0 where graphs do not depend on it."""
-
-    bs: int
-    tokens: int
-
-
-class ServedGraph(Protocol):
-    """One way through the model, whatever made it: see TracedGraph, whose part this is."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def slots(self) -> Mapping[int, str]: ...
-    @property
-    def unpadded(self) -> Refusal | None: ...
-    @property
-    def min_rows(self) -> Mapping[str, int]: ...
-    def reads_axis(self, axis: str) -> bool: ...
-    def torn_weight(self) -> str | None: ...
-    def failing_guard(self, sizes: Mapping[str, int]) -> str | None: ...
-
-
-class GraphSource(Protocol):
-    """What makes graphs of the model, and says which of them serves a batch."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def graphs(self) -> Sequence[ServedGraph]: ...
-    def trace(self, batches: Sequence[Any]) -> None: ...
-    def find(self, batch: Any) -> ServedGraph | str: ...
-
-
-class GraphStore(Protocol):
-    """The captured buckets, by key: see BucketGraphs. It is given graphs of its own source."""
-
-    num_recaptures: int
-
-    @property
-    def mode(self) -> str: ...
-    @property
-    def engine_name(self) -> str: ...
-    @property
-    def keys(self) -> Sequence[GraphKey]: ...
-    @property
-    def uses(self) -> tuple[BucketUse, ...]: ...
-    @property
-    def pool_bytes(self) -> int: ...
-    def __contains__(self, key: GraphKey) -> bool: ...
-    def __len__(self) -> int: ...
-    def capture(self, graph: Any, key: GraphKey) -> Refusal | None: ...
-    def replay(self, graph: Any, key: GraphKey, raw: Mapping[str, int]) -> Any: ...
-    def reset(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The captured graph that serves a batch."""
-
-    graph: ServedGraph
-    key: GraphKey
-    raw_bs: int
-    raw_tokens: int
 
 
 Template = Callable[[int, int], ForwardBatch]  # (batch size, tokens) -> a batch of one kind
@@ -137,10 +61,7 @@ class GraphRunner(BaseRunner):
         self.refusals: dict[GraphKey, Refusal] = {}  # buckets that could not be captured
         self.is_warm = False
         self._examples: list[ForwardBatch] = []
-        self._variants: dict[Any, ServedGraph | None] = {}  # kinds that one graph serves
-        self._variants_by_size: dict[tuple[Any, Bucket], ServedGraph | str] = {}
-        # By mode the graph that all captured buckets have, or None where they differ
-        self._only_graph: dict[ForwardMode, ServedGraph | None] = {}
+        self._known = KnownGraphs()
         self._metadata: dict[GraphKey, Any] = {}
         self._addresses: list[int] = []
 
@@ -266,14 +187,15 @@ class GraphRunner(BaseRunner):
         self, batch: ForwardBatch, bucket: Bucket, *, is_capture: bool = False
     ) -> ServedGraph | Refusal:
         """The traced graph whose guards hold for this kind of batch at this size."""
-        variant = variant_of(batch)
-        graph: ServedGraph | str | None = self._variants.get(variant)
-        if graph is None:
-            graph = self._variants_by_size.get((variant, bucket))
+        kind = variant_of(batch)
+        graph = self._known.get(kind, bucket)
         if graph is None:
             if not self.is_warm:
                 return Refusal(FallbackReason.NOT_CAPTURED, "warmup() has not been called")
-            graph = self._look_up(batch, variant, bucket, is_capture=is_capture)
+            # Asks Dynamo's guards, on views that nothing reads; compiles nothing.
+            graph = self.traced.find(self._traceable(self._view(batch, bucket)))
+            mode = None if is_capture else batch.forward_mode
+            self._known.remember(kind, bucket, graph, mode)
         if not isinstance(graph, str):
             return graph
         if missing := self._missing_field(batch):
@@ -281,7 +203,7 @@ class GraphRunner(BaseRunner):
                 f"a {batch.forward_mode.name} batch has {missing} = None, which the model reads; "
                 f"set it"
             )
-        if is_capture or self._is_known_at_another_size(variant):
+        if is_capture or self._known.is_served_at_some_size(kind):
             return Refusal(
                 FallbackReason.GUARD_FAILED,
                 f"the traced graphs do not serve {batch.forward_mode.name} at {bucket}: {graph}",
@@ -290,36 +212,6 @@ class GraphRunner(BaseRunner):
             FallbackReason.VARIANT_NOT_TRACED,
             f"no traced graph serves a {batch.forward_mode.name} batch with these optional fields "
             f"and flags ({graph}); warm up with such a batch: warmup(examples=[...])",
-        )
-
-    def _look_up(
-        self,
-        batch: ForwardBatch,
-        variant: tuple[Any, ...],
-        bucket: Bucket,
-        *,
-        is_capture: bool,
-    ) -> ServedGraph | str:
-        """Ask Dynamo's guards, on views that nothing reads. Compiles nothing."""
-        graph = self.traced.find(self._traceable(self._view(batch, bucket)))
-        if len(self._variants) + len(self._variants_by_size) >= MAX_VARIANTS:
-            self._forget_variants()
-        # Guards on flags and presence do not depend on the size: once every bucket is captured from
-        # one graph, a kind of batch that it serves at one size is served at all of them.
-        if not is_capture and graph is self._only_graph.get(batch.forward_mode):
-            self._variants[variant] = self._only_graph[batch.forward_mode]
-        else:
-            self._variants_by_size[variant, bucket] = graph
-        return graph
-
-    def _forget_variants(self) -> None:
-        self._variants.clear()
-        self._variants_by_size.clear()
-
-    def _is_known_at_another_size(self, variant: tuple[Any, ...]) -> bool:
-        return variant in self._variants or any(
-            other == variant and not isinstance(graph, str)
-            for (other, _), graph in self._variants_by_size.items()
         )
 
     def _missing_field(self, batch: ForwardBatch) -> str | None:
@@ -416,7 +308,7 @@ class GraphRunner(BaseRunner):
     def trace(self, sizes: Sequence[tuple[int, int]], examples: Collection[ForwardBatch]) -> None:
         """Trace every kind of batch that is served: each mode, with and without optional fields."""
         self._examples += [each for each in examples if each.forward_mode in self.modes]
-        self._forget_variants()
+        self._known.forget()
         for template in self._templates():
             *alternatives, last = self._trace_sizes(sizes)
             for choice in alternatives:
@@ -536,10 +428,7 @@ class GraphRunner(BaseRunner):
         self.refusals.pop(key, None)
         self._metadata[key] = metadata
         self._addresses = self._external_addresses()
-        mode = batch.forward_mode
-        known = self._only_graph.setdefault(mode, graph)
-        if known is not graph:
-            self._only_graph[mode] = None
+        self._known.note_captured(batch.forward_mode, graph)
 
     # -- taking it back --------------------------------------------------------------------------
 

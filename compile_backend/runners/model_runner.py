@@ -36,11 +36,12 @@ from compile_backend.runner_config import RunnerConfig
 from compile_backend.runners.autotune import tuned_sizes
 from compile_backend.runners.base import ServedModel, captured_mode, captured_widths
 from compile_backend.runners.breakable import BreakableCudaGraphRunner
+from compile_backend.runners.contracts import Match
 from compile_backend.runners.decode import DecodeCudaGraphRunner
 from compile_backend.runners.dummy import trace_sizes
 from compile_backend.runners.eager import EagerRunner, SplitPrefill
 from compile_backend.runners.explain import RunnerExplanation, explain_runner
-from compile_backend.runners.graph_runner import GraphRunner, Match
+from compile_backend.runners.graph_runner import GraphRunner
 from compile_backend.runners.logits import LogitsRunner, gather_rows, num_logit_rows
 from compile_backend.runners.output import ForwardOutput, Path
 from compile_backend.runners.prefill import PrefillCudaGraphRunner

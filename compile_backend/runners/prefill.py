@@ -11,13 +11,14 @@ from compile_backend.registry.buckets import pad_to
 from compile_backend.registry.builders import build_prefill_registry
 from compile_backend.registry.capacity import max_prefill_buffer_tokens, prefill_capture_sizes
 from compile_backend.runners.base import ServedModel
+from compile_backend.runners.contracts import Bucket, GraphSource, ServedGraph
 from compile_backend.runners.eager import (
     embeddings_slot,
     refuse_embeddings,
     takes_embeddings,
     writes_embeddings,
 )
-from compile_backend.runners.graph_runner import Bucket, GraphRunner, GraphSource, ServedGraph
+from compile_backend.runners.graph_runner import GraphRunner
 from compile_backend.runners.traced import TracedGraph
 
 __all__ = ["PrefillCudaGraphRunner"]

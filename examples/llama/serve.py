@@ -25,6 +25,8 @@ if not __package__:
 
 from compile_backend import ModelRunner, RunnerConfig
 from compile_backend.attention import TorchNativeBackend
+from compile_backend.config import CompilerName, EngineName
+from compile_backend.registry.capacity import max_prefill_buffer_tokens
 from compile_backend.runners import RunnerExplanation
 from examples.llama.arrivals import Lines, Trace
 from examples.llama.demo import find_departures, print_continuations, print_table, speed
@@ -49,7 +51,7 @@ KV_LEN_BUCKETS = range(64, 257, 64)  # close, for the same reason as the capture
 NUM_SLOTS = 2049  # the scratch slot, and fewer than 16 requests can fill, so that some wait
 
 
-def runner_config(engine: str, compiler: str) -> RunnerConfig:
+def runner_config(engine: EngineName = "auto", compiler: CompilerName = "inductor") -> RunnerConfig:
     """Return the limits that the scheduler keeps, told to the runners."""
     return RunnerConfig(
         max_running_requests=MAX_RUNNING,
@@ -63,6 +65,11 @@ def runner_config(engine: str, compiler: str) -> RunnerConfig:
         compiler=compiler,
         show_progress=sys.stderr.isatty(),
     )
+
+
+def max_step_tokens() -> int:
+    """The most tokens of a step: what the runner's slots are made for, from the same function."""
+    return max_prefill_buffer_tokens(runner_config())
 
 
 def build_runner(model: Llama, config: RunnerConfig) -> tuple[ModelRunner, ServingMemory]:
@@ -126,7 +133,7 @@ def run_trace(
     server = Server(
         runner,
         memory,
-        max_step_tokens=MAX_STEP_TOKENS,
+        max_step_tokens=max_step_tokens(),
         mixed=mixed,
         keep_scores=True,
         forced=forced,
@@ -225,7 +232,7 @@ def serve_stdin(args: argparse.Namespace) -> int:
     """Serve the lines of standard input as they come; results go to stdout, the rest to stderr."""
     runner, memory = build_runner(load_model(), runner_config(args.engine, args.compiler))
     print(f"warmed up in {warm_up(runner):.2f} s; one prompt per line", file=sys.stderr, flush=True)
-    server = Server(runner, memory, max_step_tokens=MAX_STEP_TOKENS, mixed=args.mixed)
+    server = Server(runner, memory, max_step_tokens=max_step_tokens(), mixed=args.mixed)
     seeds = itertools.count(args.seed)
 
     def to_request(text: str) -> ServedRequest:

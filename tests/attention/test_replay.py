@@ -224,7 +224,9 @@ def test_a_plan_at_replay_allocates_nothing_of_its_size():
     plan(step.batch, graph_key=(1024,))
 
     def largest_allocation(key):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profiled:
             plan(step.batch, graph_key=key)
         return max(event.cpu_memory_usage for event in profiled.events())
 
