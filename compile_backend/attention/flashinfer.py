@@ -16,6 +16,12 @@ import torch
 from torch import Tensor
 
 from compile_backend.attention.base import AttentionBackend
+from compile_backend.attention.batch_fields import (
+    cache_locations,
+    extend_lengths,
+    on_requests,
+    unplanned,
+)
 from compile_backend.attention.context import ForwardContext
 from compile_backend.attention.kv_cache import SCRATCH_SLOT, KVCache, RequestTable
 from compile_backend.attention.paged_indices import indptr_of, write_indices
@@ -306,7 +312,7 @@ class FlashInferBackend(AttentionBackend):
         indptr = indptr_of(lengths.keys)
         written = write_indices(
             self.request_table.req_to_token,
-            _rows(batch),
+            on_requests(batch, "req_pool_indices"),
             indptr.to(self._device),
             int(indptr[-1]),
             indices,
@@ -354,7 +360,7 @@ class FlashInferBackend(AttentionBackend):
         if num_live == 0:
             return out
         self._check_shapes(layer_id, q, k, v)
-        locations = _locations(context, num_live)
+        locations = cache_locations(context, num_live)
         k_layer, v_layer = self.kv_cache.layer(layer_id)
         k_layer[locations] = k.narrow(0, 0, num_live).to(k_layer.dtype)
         v_layer[locations] = v.narrow(0, 0, num_live).to(v_layer.dtype)
@@ -403,11 +409,7 @@ def _plan(planner: _Planner, is_decode: bool, lengths: _Lengths) -> FlashInferPl
 def _plan_of(context: ForwardContext, *, is_decode: bool) -> FlashInferPlan:
     plan = context.metadata
     if not isinstance(plan, FlashInferPlan) or plan.is_decode is not is_decode:
-        raise ContextError(
-            f"the metadata of the context is {plan!r}, which is no plan for "
-            f"{context.forward_batch.forward_mode.name}; make it with init_forward_metadata of the "
-            "batch that the model runs on"
-        )
+        raise unplanned(context)
     return plan
 
 
@@ -416,36 +418,16 @@ def _custom_mask(batch: ForwardBatch) -> Tensor | None:
     return mask
 
 
-def _rows(batch: ForwardBatch) -> Tensor:
-    rows = batch.req_pool_indices
-    if rows is None or rows.shape != (batch.batch_size,):
-        raise _missing(batch, "req_pool_indices", None if rows is None else list(rows.shape))
-    return rows
-
-
 def _uniform_lengths(batch: ForwardBatch, tokens_each: int) -> _Lengths:
     """Of a batch whose requests have ``tokens_each`` new tokens, padded ones included: those read
     the scratch slot as often as they have tokens, so that none of them sees nothing."""
     field = "seq_lens" if batch.seq_lens_cpu is None else "seq_lens_cpu"
-    seq_lens: Tensor | None = getattr(batch, field)
-    if seq_lens is None or seq_lens.shape != (batch.batch_size,):
-        raise _missing(batch, field, None if seq_lens is None else list(seq_lens.shape))
-    keys = [max(length, tokens_each) for length in seq_lens.tolist()]
+    keys = [max(length, tokens_each) for length in on_requests(batch, field).tolist()]
     return _Lengths(new=[tokens_each] * batch.batch_size, keys=keys)
 
 
 def _extend_lengths(batch: ForwardBatch) -> _Lengths:
-    new, prefixes = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
-    for field, given in (("extend_seq_lens_cpu", new), ("extend_prefix_lens_cpu", prefixes)):
-        if given is None or len(given) != batch.batch_size or min(given) < 0:
-            raise _missing(batch, field, given)
-    assert new is not None
-    assert prefixes is not None
-    if batch.extend_num_tokens not in (None, sum(new)):
-        raise ContextError(
-            f"extend_num_tokens is {batch.extend_num_tokens}, but extend_seq_lens_cpu {new} adds "
-            f"up to {sum(new)}; give the number of live tokens"
-        )
+    new, prefixes = extend_lengths(batch)
     return _Lengths(
         new=list(new), keys=[n + prefix for n, prefix in zip(new, prefixes, strict=True)]
     )
@@ -461,21 +443,3 @@ def _tokens_per_request(batch: ForwardBatch) -> int:
             "each the same number of new tokens, or run it without graph_key"
         )
     return each
-
-
-def _locations(context: ForwardContext, num_tokens: int) -> Tensor:
-    locations = context.forward_batch.out_cache_loc
-    if locations is None or locations.shape[0] < num_tokens:
-        given = None if locations is None else list(locations.shape)
-        raise ContextError(
-            f"attention needs out_cache_loc for {num_tokens} tokens; the batch has {given}; give "
-            "the token slot of every token on the ForwardBatch"
-        )
-    return locations.narrow(0, 0, num_tokens)
-
-
-def _missing(batch: ForwardBatch, field: str, given: object) -> ContextError:
-    return ContextError(
-        f"{batch.forward_mode.name} attention needs {field} for {batch.batch_size} requests, 0 or "
-        f"more for each; the batch has {given}; set it on the ForwardBatch"
-    )

@@ -12,6 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_backend.attention.base import AttentionBackend
+from compile_backend.attention.batch_fields import (
+    cache_locations,
+    extend_lengths,
+    on_requests,
+    unplanned,
+)
 from compile_backend.attention.context import ForwardContext
 from compile_backend.attention.kv_cache import SCRATCH_SLOT, KVCache, RequestTable
 from compile_backend.attention.request_groups import (
@@ -112,8 +118,8 @@ class TorchNativeBackend(AttentionBackend):
         return plan.write(
             self.request_table.req_to_token,
             self._positions,
-            _on_requests(forward_batch, "req_pool_indices"),
-            _on_requests(forward_batch, "seq_lens"),
+            on_requests(forward_batch, "req_pool_indices"),
+            on_requests(forward_batch, "seq_lens"),
         )
 
     def forward_decode(
@@ -128,7 +134,7 @@ class TorchNativeBackend(AttentionBackend):
     ) -> Tensor:
         group = context.metadata
         if not isinstance(group, RequestGroup):
-            raise _unplanned(context)
+            raise unplanned(context)
         if group.num_requests == 0 and context.forward_batch.forward_mode.is_idle():
             return q.new_zeros(q.shape)  # padded rows of a rank without requests
         if q.shape[0] != group.num_requests:
@@ -137,7 +143,7 @@ class TorchNativeBackend(AttentionBackend):
                 f"{group.num_requests} requests; give one row per request, and call "
                 "init_forward_metadata with the batch that the model runs on"
             )
-        cache = self._store(layer_id, q, k, v, _cache_locations(context, q.shape[0]))
+        cache = self._store(layer_id, q, k, v, cache_locations(context, q.shape[0]))
         return _attend(q, *cache, group, scale)
 
     def forward_extend(
@@ -152,14 +158,14 @@ class TorchNativeBackend(AttentionBackend):
     ) -> Tensor:
         plan = context.metadata
         if not isinstance(plan, ExtendPlan):
-            raise _unplanned(context)
+            raise unplanned(context)
         num_live = plan.num_tokens
         if q.shape[0] < num_live:
             raise ContextError(
                 f"layer {layer_id}: {q.shape[0]} query rows, but extend_seq_lens_cpu adds up to "
                 f"{num_live} tokens; give one row per token"
             )
-        locations = _cache_locations(context, num_live)
+        locations = cache_locations(context, num_live)
         cache = self._store(layer_id, q, k, v, locations)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         start = 0
@@ -181,7 +187,7 @@ class TorchNativeBackend(AttentionBackend):
         if batch.batch_size == 0:
             return 1
         on_host = "seq_lens" if batch.seq_lens_cpu is None else "seq_lens_cpu"
-        longest = max(1, int(_on_requests(batch, on_host).max()))
+        longest = max(1, int(on_requests(batch, on_host).max()))
         if longest > self.request_table.max_context_len:
             raise self._too_long(longest)
         return longest
@@ -222,26 +228,19 @@ class TorchNativeBackend(AttentionBackend):
     def _plan_extend(self, batch: ForwardBatch) -> ExtendPlan:
         if batch.batch_size == 0:
             return ExtendPlan(groups=(), num_tokens=0)
-        new_lens = _host_lengths(batch, "extend_seq_lens_cpu")
-        prefix_lens = _host_lengths(batch, "extend_prefix_lens_cpu")
+        new_lens, prefix_lens = extend_lengths(batch)
         longest = max(new + prefix for new, prefix in zip(new_lens, prefix_lens, strict=True))
         if longest > self.request_table.max_context_len:
             raise self._too_long(longest)
-        num_tokens = sum(new_lens)
-        if batch.extend_num_tokens not in (None, num_tokens):
-            raise ContextError(
-                f"extend_num_tokens is {batch.extend_num_tokens}, but extend_seq_lens_cpu "
-                f"{new_lens} adds up to {num_tokens}; give the number of live tokens"
-            )
         groups = extend_groups(
             self.request_table.req_to_token,
             self._positions,
-            _on_requests(batch, "req_pool_indices"),
+            on_requests(batch, "req_pool_indices"),
             new_lens=new_lens,
             prefix_lens=prefix_lens,
             is_causal=batch.forward_mode is not ForwardMode.DLLM_EXTEND,
         )
-        return ExtendPlan(groups=tuple(groups), num_tokens=num_tokens)
+        return ExtendPlan(groups=tuple(groups), num_tokens=sum(new_lens))
 
     # --- the cache ------------------------------------------------------------------------------
 
@@ -325,46 +324,3 @@ def _quarter_steps(longest: int) -> Iterator[int]:
     while length < longest:
         yield length
         length += 2 ** (length.bit_length() - 1) // 4
-
-
-def _on_requests(batch: ForwardBatch, field: str) -> Tensor:
-    """The batch's field, which has one entry per request."""
-    value: Tensor | None = getattr(batch, field)
-    if value is None or value.shape != (batch.batch_size,):
-        given = None if value is None else list(value.shape)
-        raise ContextError(
-            f"{batch.forward_mode.name} attention needs {field} of shape [{batch.batch_size}], one "
-            f"per request; the batch has {given}; set it on the ForwardBatch"
-        )
-    return value
-
-
-def _host_lengths(batch: ForwardBatch, field: str) -> list[int]:
-    value: list[int] | None = getattr(batch, field)
-    if value is None or len(value) != batch.batch_size or min(value) < 0:
-        raise ContextError(
-            f"{batch.forward_mode.name} attention needs {field}, a list of {batch.batch_size} "
-            f"lengths of 0 or more, one per request; the batch has {value}; set it on the "
-            "ForwardBatch"
-        )
-    return value
-
-
-def _cache_locations(context: ForwardContext, num_tokens: int) -> Tensor:
-    """Where the first ``num_tokens`` tokens are written."""
-    locations = context.forward_batch.out_cache_loc
-    if locations is None or locations.shape[0] < num_tokens:
-        given = None if locations is None else list(locations.shape)
-        raise ContextError(
-            f"attention needs out_cache_loc for {num_tokens} tokens; the batch has {given}; give "
-            "the token slot of every token on the ForwardBatch"
-        )
-    return locations.narrow(0, 0, num_tokens)
-
-
-def _unplanned(context: ForwardContext) -> ContextError:
-    return ContextError(
-        f"the metadata of the context is {type(context.metadata).__name__}, which is no plan for "
-        f"{context.forward_batch.forward_mode.name}; make it with init_forward_metadata of the "
-        "batch that the model runs on"
-    )

@@ -47,7 +47,7 @@ from examples.llama.traffic import seeded_requests
 NUM_PROMPTS = 24
 MAX_RUNNING = 16
 MAX_STEP_TOKENS = 64
-KV_LEN_BUCKETS = range(64, 257, 64)  # close, for the same reason as the capture sizes
+KV_LEN_BUCKETS = range(32, 257, 32)  # close, for the same reason as the capture sizes
 NUM_SLOTS = 2049  # the scratch slot, and fewer than 16 requests can fill, so that some wait
 
 

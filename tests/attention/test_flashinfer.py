@@ -353,11 +353,11 @@ def test_batches_that_cannot_be_planned_are_refused_before_anything_is_written(w
     batch.seq_lens_cpu[1] = 300
     refused(batch, "a request of the batch has 300 tokens; the request table holds 256")
     batch.seq_lens = batch.seq_lens_cpu = None
-    refused(batch, "DECODE attention needs seq_lens for 2 requests")
+    refused(batch, "DECODE attention needs seq_lens of shape \\[2\\]")
     refused(extend, r"has 5 tokens for 2 requests .* give each the same number", ())
     refused(masked, "brings a custom_mask", ())
     extend.extend_prefix_lens_cpu = None
-    refused(extend, "needs extend_prefix_lens_cpu for 2 requests")
+    refused(extend, "needs extend_prefix_lens_cpu, a list of 2 lengths")
     assert stand_in == []
     assert torch.equal(backend._indptr, before)
 
