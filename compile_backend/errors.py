@@ -150,6 +150,8 @@ class FallbackReason(Enum):
     MODE_NOT_CAPTURED = "no graph runner serves this forward mode"
     VARIANT_NOT_TRACED = "the batch has other optional fields or flags than were traced"
     PADDING_WASTE = "the next captured size is too much larger than the batch"
+    AUTOCAST = "autocast is on around the call, and graphs are captured without"
+    MODEL_CHANGED = "a module was replaced, or switched between training and evaluation"
     WEIGHTS_UNTIED = "weights that were one tensor when the model was traced are several now"
     CONTEXT_PARALLEL = "context parallelism splits prefill between ranks, which no graph follows"
     MIXED_ENCODER = "some requests have an encoder output and some have none"

@@ -8,6 +8,8 @@ the bs axis (``max_bs``), tokens on the tokens axis (``max_num_token``).
 import math
 from collections.abc import Iterator, Sequence
 
+from torch import Tensor
+
 from compile_backend.errors import SlotMismatchError, SlotOverflowError
 from compile_backend.forward_batch import ForwardBatch, ForwardMode
 from compile_backend.registry.buckets import default_capture_sizes
@@ -232,16 +234,25 @@ def _capture_sizes(
 def _bs_sizes(batch: ForwardBatch) -> Iterator[tuple[str, int]]:
     yield "batch_size", batch.batch_size
     for field in _BS_FIELDS:
-        tensor = getattr(batch, field)
+        tensor = _tensor(batch, field)
         if tensor is not None:
-            yield field, tensor.shape[0]
+            yield field, tensor.shape[0] if tensor.dim() else 0
+
+
+def _tensor(batch: ForwardBatch, field: str) -> Tensor | None:
+    value = getattr(batch, field)
+    if value is None or isinstance(value, Tensor):
+        return value
+    raise SlotMismatchError(
+        f"batch field {field!r} is a {type(value).__name__} ({value!r:.60}); pass a tensor"
+    )
 
 
 def _token_sizes(batch: ForwardBatch) -> Iterator[tuple[str, int]]:
     for field, dim in _TOKEN_FIELDS.items():
-        tensor = getattr(batch, field)
+        tensor = _tensor(batch, field)
         if tensor is not None:
-            yield field, tensor.shape[dim]
+            yield field, tensor.shape[dim] if tensor.dim() > dim else 0
     if batch.extend_num_tokens is not None:
         yield "extend_num_tokens", batch.extend_num_tokens
     for rank, num_tokens in enumerate(batch.global_num_tokens_cpu or ()):

@@ -7,10 +7,11 @@ What is written where is a :class:`FillWork`. :func:`group_work` turns it into g
 any device; :mod:`.device_fill` turns it into one launch.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -132,13 +133,17 @@ def describe_sources(
     slots: Sequence[GraphSlot],
     sources: Sequence[Tensor | None],
     address_ranges: Sequence[tuple[int, int]],
+    occupied: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> None:
     """Append to ``key`` everything about ``sources`` that a plan depends on.
 
     A source that lies in the memory of its own slot (a batch made of slot views) is described by
     its place as well, since a copy onto itself is left out.
-    Raises SlotMismatchError for a source that is not a dense tensor.
+    ``occupied`` are the first addresses of all slots in increasing order, and where each ends.
+    Raises SlotMismatchError for a source that is not a dense tensor, or that lies in the memory of
+    another slot, which may be written before it is read.
     """
+    starts, ends = occupied
     try:
         for source, (start, end) in zip(sources, address_ranges, strict=True):
             if source is None:
@@ -150,11 +155,27 @@ def describe_sources(
             address = source.data_ptr()
             if start <= address < end:
                 key.append((address - start, source.stride()))
+            elif (
+                starts
+                and address < ends[bisect_right(starts, address) - 1]
+                and (address >= starts[0])
+            ):
+                _refuse_other_slots_memory(slots, sources, source)
     except (AttributeError, RuntimeError):
         for slot, source in zip(slots, sources, strict=True):
             if source is not None:
                 require_tensor(slot, source)
         raise
+
+
+def _refuse_other_slots_memory(
+    slots: Sequence[GraphSlot], sources: Sequence[Tensor | None], source: Tensor
+) -> NoReturn:
+    name = next(slot.name for slot, each in zip(slots, sources, strict=True) if each is source)
+    raise SlotMismatchError(
+        f"field {name!r} lies in the memory of another slot, which may be written before it is "
+        f"read; give a copy (outputs may be views of slots, unless copy_outputs is set)"
+    )
 
 
 def plan_fill(

@@ -36,6 +36,8 @@ class FillOrder:
     computed: tuple[GraphSlot, ...]  # exposed whatever the batch holds
     filled: tuple[GraphSlot, ...]  # copied, then sourced: the slots that have a source
     address_ranges: tuple[tuple[int, int], ...]  # of filled
+    starts: tuple[int, ...]  # addresses of all slots, increasing
+    ends: tuple[int, ...]
     read: Callable[[Any], tuple[Any, ...]]
 
 
@@ -63,6 +65,7 @@ def order_slots(
         elif hook is not None:
             hooks.append((hook, buffer))
     filled = (*copied, *(slot for slot, _ in sourced))
+    ranges = sorted(slot.layout.address_range for slot in enabled)
     return FillOrder(
         copied=copied,
         sourced=sourced,
@@ -72,6 +75,8 @@ def order_slots(
         computed=tuple(slot for slot in enabled if slot.is_computed),
         filled=filled,
         address_ranges=tuple(slot.layout.address_range for slot in filled),
+        starts=tuple(start for start, _ in ranges),
+        ends=tuple(end for _, end in ranges),
         read=_reader([slot.name for slot in copied]),
     )
 

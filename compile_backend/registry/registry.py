@@ -257,7 +257,8 @@ class CudaGraphBufferRegistry:
         if context is not None and order.numbers:
             numbers = tuple(number_fn(forward_batch, context) for number_fn, _ in order.numbers)
             key.append(tuple(number is None for number in numbers))
-        plan = self._find_plan(key, order.filled, sources, order.address_ranges)
+        occupied = (order.starts, order.ends)
+        plan = self._find_plan(key, order.filled, sources, order.address_ranges, occupied)
         if plan is None:
             raw = {"bs": raw_bs, "tokens": raw_num_tokens}
             padded = {"bs": padded_bs, "tokens": padded_num_tokens}
@@ -397,9 +398,10 @@ class CudaGraphBufferRegistry:
         slots: Sequence[GraphSlot],
         sources: Sequence[Tensor | None],
         address_ranges: Sequence[tuple[int, int]],
+        occupied: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> FillPlan | DeviceFill | None:
         """The plan made for sources just like these; completes ``key``."""
-        describe_sources(key, slots, sources, address_ranges)
+        describe_sources(key, slots, sources, address_ranges, occupied)
         return self._plans.get(tuple(key))
 
     def _add_plan(

@@ -228,10 +228,12 @@ class BreakableCudaGraphRunner(PrefillCudaGraphRunner):
                     slot.narrow(dim, num_live, slot.shape[dim] - num_live).fill_(value)
         backend = self.served.attn_backend
         metadata = backend.init_forward_metadata(view)
-        with forward_context(ForwardContext(backend, view, metadata)):
+        # What the model writes is taken back, so that the runs begin alike.
+        with self._unchanged(), forward_context(ForwardContext(backend, view, metadata)):
             result = self.graphs.run(graph, key, raw)
+            found = [t.clone() for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         generators.restore()
-        return [t.clone() for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        return found
 
 
 def _first_difference(some: Sequence[Tensor], others: Sequence[Tensor]) -> int | None:

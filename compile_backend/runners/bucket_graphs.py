@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from compile_backend.compiled_graph import segment_cuts
 from compile_backend.config import GraphbufConfig
 from compile_backend.engines import Engine
-from compile_backend.errors import CaptureError, FallbackReason
+from compile_backend.errors import CaptureError, FallbackReason, ReplayError
 from compile_backend.passes.axes import Refusal
 from compile_backend.passes.segment import Segmented, segment
 from compile_backend.program import AddressChangedError, CapturedProgram
@@ -194,6 +194,11 @@ class BucketGraphs:
             program, results = self._capture(graph, key, views, like=program)
             self._programs[key] = program
             self.num_recaptures += 1
+        except ReplayError as error:
+            raise ReplayError(
+                f"{key.label(self._runner)} cannot be replayed: a weight has another dtype, shape "
+                f"or strides than when it was captured ({error}); make a new ModelRunner"
+            ) from error
         counts = self._counts[key]
         counts.hits += 1
         counts.num_rows += raw["tokens"]

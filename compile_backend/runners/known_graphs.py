@@ -34,7 +34,13 @@ class KnownGraphs:
     def remember(
         self, kind: Hashable, bucket: Bucket, graph: ServedGraph | str, mode: ForwardMode | None
     ) -> None:
-        """Keep an answer. ``mode`` None: buckets are still being captured."""
+        """Keep an answer. ``mode`` None: buckets are still being captured.
+
+        That there is no graph is forgotten when batches are served: guards are also about the state
+        of the process (threads, modes, defaults), which is another one at the next call.
+        """
+        if isinstance(graph, str) and mode is not None:
+            return
         if len(self._at_all_sizes) + len(self._by_size) >= MAX_KINDS:
             self.forget()
         only = None if mode is None else self._only.get(mode)

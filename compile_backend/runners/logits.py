@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compile_backend.declared import BatchDeclaration
-from compile_backend.errors import ConfigError, FallbackReason
+from compile_backend.errors import ConfigError, FallbackReason, SlotMismatchError
 from compile_backend.forward_batch import ForwardBatch, ForwardMode
 from compile_backend.passes.axes import Refusal
 from compile_backend.registry.buckets import pad_to
@@ -210,6 +210,21 @@ def num_logit_rows(batch: ForwardBatch) -> int:
         raise ConfigError(
             f"request {lengths.index(0)} of the batch extends by no token (extend_seq_lens_cpu = "
             f"{lengths}); leave it out of the batch"
+        )
+    on_device = batch.extend_seq_lens
+    if len(lengths) != batch.batch_size or sum(lengths) != batch.num_tokens:
+        raise SlotMismatchError(
+            f"extend_seq_lens_cpu {lengths} does not say where the {batch.num_tokens} tokens of "
+            f"{batch.batch_size} requests end; give the new tokens of each request"
+        )
+    if on_device is not None and (
+        on_device.shape != (batch.batch_size,)
+        or on_device.is_floating_point()
+        or (on_device.device.type == "cpu" and on_device.tolist() != lengths)
+    ):
+        raise SlotMismatchError(
+            f"extend_seq_lens (shape {list(on_device.shape)}, {on_device.dtype}) is not the same "
+            f"as extend_seq_lens_cpu {lengths}; give both the new tokens of each request"
         )
     return len(lengths)
 

@@ -21,6 +21,7 @@ from compile_backend.attention import AttentionBackend
 from compile_backend.compiled_graph import pick_engine
 from compile_backend.declared import BatchDeclaration
 from compile_backend.engines import engine_by_name
+from compile_backend.engines.autocast import autocast_off
 from compile_backend.errors import ConfigError, FallbackReason
 from compile_backend.forward_batch import CaptureHiddenMode, ForwardBatch, PPProxyTensors
 from compile_backend.passes.axes import Refusal
@@ -45,7 +46,7 @@ from compile_backend.runners.graph_runner import GraphRunner
 from compile_backend.runners.logits import LogitsRunner, gather_rows, num_logit_rows
 from compile_backend.runners.output import ForwardOutput, Path
 from compile_backend.runners.prefill import PrefillCudaGraphRunner
-from compile_backend.runners.state import modules_of
+from compile_backend.runners.state import ModuleTree, modules_of
 from compile_backend.runners.traced import TracedCallable
 from compile_backend.runners.warmup import WarmupFacts, take_back, warm_up
 from compile_backend.step import step
@@ -72,7 +73,9 @@ class ModelRunner:
     them, or a dict that has them as ``"hidden_states"``; its attention layers call
     :func:`compile_backend.attention.attention`. ``lm_head`` maps hidden rows [n, hidden] to logits
     [n, vocab]; by default it is the model's attribute of that name. Attributes of the model that
-    are no tensors are fixed when it is traced.
+    are no tensors are fixed when it is traced; a replaced module or ``train()`` has it run eagerly.
+    ``pp_proxy_example`` has what the previous pipeline stage sends, with any number of rows; on the
+    first stage there is none.
 
     May be called from several threads: fill, replay and copy-out of one forward are one unit, also
     against every other user of shared slots in the process.
@@ -90,6 +93,7 @@ class ModelRunner:
         self.config = config = RunnerConfig() if config is None else config
         self.counts = RunnerCounts()
         self.warmup_facts: WarmupFacts | None = None
+        self._tree: ModuleTree | None = None  # once warm
         self.is_tuned = False  # by FlashInfer, in warm-up
         head = getattr(model, "lm_head", None) if lm_head is None else lm_head
         self.roots = roots = list(dict.fromkeys([*modules_of(model), *modules_of(head)]))
@@ -148,7 +152,9 @@ class ModelRunner:
         """
         with step, torch.no_grad():
             if self.warmup_facts is None or examples:
-                self.warmup_facts = warm_up(self, examples)
+                with autocast_off():
+                    self.warmup_facts = warm_up(self, examples)
+                self._tree = ModuleTree(self.roots)
             return self.warmup_facts
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
@@ -201,7 +207,7 @@ class ModelRunner:
 
     def capture(self) -> None:
         """Capture every bucket again, after :meth:`invalidate`. Compiles nothing."""
-        with step, torch.no_grad(), self.tuned():
+        with step, torch.no_grad(), autocast_off(), self.tuned():
             for _, capture in self.captures():
                 capture()
             take_back(self)
@@ -241,6 +247,8 @@ class ModelRunner:
                 FallbackReason.NESTED_CALL,
                 "forward() was called inside another step, whose slots are in use",
             )
+        if refusal := self._refuse_state():
+            return refusal
         for runner in self.graph_runners:
             runner.refresh()
         mode, decode = batch.forward_mode, self.decode
@@ -267,6 +275,22 @@ class ModelRunner:
         return Refusal(
             FallbackReason.MODE_NOT_CAPTURED, f"no runner captures {mode.name} with this config"
         )
+
+    def _refuse_state(self) -> Refusal | None:
+        """Why no batch is served from a graph as things are around the call, or None."""
+        if self._tree is None:
+            return None
+        if torch._C._is_any_autocast_enabled():
+            return Refusal(
+                FallbackReason.AUTOCAST,
+                "autocast is on around forward(); put it inside the model, or convert the weights",
+            )
+        if change := self._tree.change():
+            return Refusal(
+                FallbackReason.MODEL_CHANGED,
+                f"{change} after warm-up; make a new ModelRunner",
+            )
+        return None
 
     def _run_eagerly(self, batch: ForwardBatch, refusal: Refusal) -> ForwardOutput:
         self._count(refusal, self.counts.fallbacks, batch.forward_mode.name.lower())

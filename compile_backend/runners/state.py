@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["modules_of", "unchanged_state"]
+__all__ = ["ModuleTree", "modules_of", "unchanged_state"]
 
 
 def modules_of(fn: Callable[..., Any] | None) -> list[nn.Module]:
@@ -35,6 +35,34 @@ def modules_of(fn: Callable[..., Any] | None) -> list[nn.Module]:
                 pending += [cell.cell_contents for cell in value.__closure__ or ()]
                 pending += [value.__globals__.get(name) for name in code.co_names]
     return list(dict.fromkeys(found))
+
+
+class ModuleTree:
+    """The modules below some roots, and their mode, as they were: a graph keeps what they do."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        places = [
+            (module._modules, name, child)
+            for root in roots
+            for module in root.modules()
+            for name, child in module._modules.items()
+        ]
+        self._places = [(holder, name) for holder, name, _ in places]
+        self._children = [child for _, _, child in places]
+        self._modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
+        self._modes = [module.training for module in self._modules]
+
+    def change(self) -> str | None:
+        """What is different now, or None."""
+        if [holder.get(name) for holder, name in self._places] != self._children:
+            return next(
+                f"the module {name!r} was replaced"
+                for (holder, name), child in zip(self._places, self._children, strict=True)
+                if holder.get(name) is not child
+            )
+        if [module.training for module in self._modules] != self._modes:
+            return "train() or eval() was called"
+        return None
 
 
 class _KeepWritten(TorchDispatchMode):

@@ -507,3 +507,21 @@ def test_reset_padding_restores_tails_without_a_batch(registry, bs_slot):
     assert registry.get_slot("zero").buffer.tolist() == [POISON, 0, 0, 0] + [POISON] * 4
     assert registry.get_slot("two").buffer.tolist() == [POISON, 2, 2, 2] + [POISON] * 4
     assert registry.get_slot("kept").buffer.tolist() == [POISON] * 8
+
+
+def test_a_field_in_the_memory_of_another_slot_is_refused_before_anything_is_written():
+    registry = CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=8)
+    for name in ("first", "second"):
+        registry.register_slot(
+            GraphSlot(name, lambda bs, tokens: (tokens,), torch.int64, axis="tokens")
+        )
+    sizes = {"raw_bs": 1, "padded_bs": 1, "raw_num_tokens": 3, "padded_num_tokens": 4}
+    first, second = torch.arange(3), torch.arange(3) + 10
+    registry.fill_from(SimpleNamespace(first=first, second=second), **sizes)
+    view = registry.view("first", {"bs": 1, "tokens": 3})
+    before = [buffer.clone() for buffer in registry.buffers()]
+    with pytest.raises(SlotMismatchError, match="'second' lies in the memory of another slot"):
+        registry.fill_from(SimpleNamespace(first=second, second=view), **sizes)
+    assert all(map(torch.equal, before, registry.buffers()))
+    registry.fill_from(SimpleNamespace(first=view, second=view.clone()), **sizes)  # its own is fine
+    assert registry.buffers()[1][:3].tolist() == [0, 1, 2]
