@@ -123,6 +123,8 @@ class ServedGraph:
                     self._fill(plan, args)
                 return self._run(plan, key, program, args)
             self.counts.uncaptured += 1
+            if key is not None and key.padded:
+                return self._run_uncaptured_in_bucket(plan, key, args)
         graph = self.facts.outer
         if plan.reason is FallbackReason.ALIASED_INPUTS:
             graph = self.facts.written
@@ -130,12 +132,25 @@ class ServedGraph:
         return plan.outputs.finish(results, args, copy=False)
 
     def _is_warm(self, key: ProgramKey) -> bool:
-        """Whether ``key`` may be captured or replayed; the first call at it runs uncaptured where
-        the engine needs that, and is counted as such."""
+        """Whether ``key`` may be captured or replayed; the first call at it runs uncaptured, at the
+        sizes of the key, where the engine needs that, and is counted as such."""
         if not self.engine.needs_warmup or key in self._warm:
             return True
         self._warm.add(key)
         return False
+
+    def _run_uncaptured_in_bucket(
+        self, plan: CallPlan, key: ProgramKey, args: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        graph, slots = self.facts.lifted, self.facts.slots
+        assert graph is not None
+        assert slots is not None
+        self._fill(plan, args)
+        tensors = [args[index] for index in self._unpadded]
+        results = graph.forward(*self._new_program(plan, key).arguments(tensors))
+        outputs = plan.outputs.finish(results, args, copy=self.config.copy_outputs)
+        slots.after_copy_out()
+        return outputs
 
     def _refuse_now(self, args: Sequence[Any]) -> Refusal | None:
         """Why this very call is not replayed, whatever its sizes."""

@@ -78,7 +78,9 @@ class ModelRunner:
     first stage there is none.
 
     May be called from several threads: fill, replay and copy-out of one forward are one unit, also
-    against every other user of shared slots in the process.
+    against every other user of shared slots in the process. The exception is the engine ``trees``,
+    which ``auto`` means for decode on a CUDA device: it replays on the thread that captured. A host
+    with several threads takes ``engine="cuda"``.
     """
 
     def __init__(
