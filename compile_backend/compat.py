@@ -1,8 +1,8 @@
 """What differs between torch versions, or is torch-internal, in one place.
 
 Everything here is read from torch 2.11 to 2.15; nothing outside this module reaches into
-``torch._dynamo`` for more than a public decorator. Place in the flow: below every part that
-talks to Dynamo (``backend``, ``passes.classify``, ``inspect``).
+``torch._dynamo`` for more than a public decorator or a stock compiler. Place in the flow: below
+every part that talks to Dynamo (``backend``, ``passes.classify``, ``runners.traced``, ``inspect``).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ __all__ = [
     "restart_with_dynamic_batch",
     "shape_guards_failing_at",
     "show_graph",
-    "sizes_stay_symbolic",
     "source_name",
+    "tracing_by_kind",
 ]
 
 UNRESOLVED = object()  # what resolve_source returns for a source it does not know how to walk
@@ -192,10 +192,12 @@ def changed_objects() -> list[str]:
 
 
 @contextmanager
-def sizes_stay_symbolic() -> Iterator[None]:
-    """While tracing, dimensions marked dynamic hold for sizes 0 and 1 too: one trace for all."""
-    config: Any = torch.fx.experimental._config
-    with config.patch(backed_size_oblivious=True):
+def tracing_by_kind() -> Iterator[None]:
+    """While tracing for a runner: dimensions marked dynamic hold for sizes 0 and 1 too, one trace
+    for all, and every kind of batch may have a trace of its own."""
+    shapes: Any = torch.fx.experimental._config
+    limits: dict[str, Any] = {"recompile_limit": 64, "accumulated_recompile_limit": 4096}
+    with shapes.patch(backed_size_oblivious=True), torch._dynamo.config.patch(limits):
         yield
 
 

@@ -242,8 +242,7 @@ class TracedCallable:
         with (
             torch.inference_mode(False),
             torch.no_grad(),
-            torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=4096),
-            compat.sizes_stay_symbolic(),
+            compat.tracing_by_kind(),
         ):
             try:
                 result = self._call(self._fn, batch)
